@@ -1,0 +1,3 @@
+from llmtrain.cli.main import main
+
+main()

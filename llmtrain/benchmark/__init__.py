@@ -1,0 +1,1 @@
+"""Measuring: one timing method, the sweep, the peers."""

@@ -1,0 +1,1 @@
+"""Text to token files to batches."""

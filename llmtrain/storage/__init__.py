@@ -1,0 +1,1 @@
+"""Files that survive anything: atomic writes, manifests, locks, journals, errors. No torch."""

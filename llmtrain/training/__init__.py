@@ -1,0 +1,1 @@
+"""The run: configuration, step, optimizer, checkpoint, loop."""
