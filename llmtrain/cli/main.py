@@ -1,0 +1,124 @@
+"""The `llmtrain` command: a lazy group, and the one place where an error becomes a line and an exit code."""
+
+import errno
+import importlib
+import importlib.util
+import os
+import select
+import sys
+import traceback
+
+import click
+
+from llmtrain import __version__
+from llmtrain.storage.errors import InternalError, LlmtrainError, StopRequested, StorageFailure, UsageError, write_error
+
+# Command -> (module, which holds it as `command`; its line in `llmtrain --help`). Nothing is imported for the list.
+COMMANDS = {
+    "train-tokenizer": ("llmtrain.cli.train_tokenizer", "Train a byte-level BPE tokenizer on text files."),
+    "tokenize-corpus": ("llmtrain.cli.tokenize_corpus", "Turn text files into a token file."),
+    "train": ("llmtrain.cli.train", "Train a language model on token files, or go on with a run."),
+    "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),
+    "evaluate": ("llmtrain.cli.evaluate", "Loss, perplexity and bits per byte of a model on a token file."),
+    "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run directory holds."),
+    "verify": ("llmtrain.cli.verify", "Check every checksum of a token file, a checkpoint or a run directory."),
+    "sweep": ("llmtrain.cli.sweep", "Measure training throughput and memory over many shapes."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a command only when that command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self.list_commands(ctx):
+            return None
+        command = importlib.import_module(COMMANDS[name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if rows := [(name, COMMANDS[name][1]) for name in self.list_commands(ctx)]:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+
+def switch_debug_on(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    # In the environment, so that worker processes show their tracebacks too.
+    if value:
+        os.environ["LLMTRAIN_DEBUG"] = "1"
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.option(
+    "--debug", is_flag=True, is_eager=True, expose_value=False, callback=switch_debug_on,
+    help="Show the traceback of an error (also LLMTRAIN_DEBUG=1).",
+)  # fmt: skip
+@click.version_option(__version__, prog_name="llmtrain", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Pretrain small language models on one box: text in, a trained model out.
+
+    Exit codes: 0 finished, 2 wrong usage, 65 bad data, 66 input missing, 70 internal error, 73 output cannot be
+    created, 74 I/O error or disk full, 75 stopped on request (--resume goes on), 78 the configuration does not fit what
+    is on disk, 79 training diverged.
+    """
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: list[str]) -> int:
+    """Runs the command line and returns its exit code; an error is one line on stderr."""
+    try:
+        code = invoke(args)
+        sys.stdout.flush()
+        return code
+    except click.ClickException as error:
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llmtrain"
+        return report(error, f"{error.format_message()} See '{command} --help'.", UsageError.exit_code)
+    except LlmtrainError as error:
+        return report(error, str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort) as error:
+        return report(error, "interrupted", StopRequested.exit_code)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and reader_of_stdout_is_gone():
+            # `llmtrain ... | head` has read enough. The interpreter's own flush at exit must not fail on it once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return StorageFailure.exit_code
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            failure = write_error(error, error.filename or "standard output")
+            return report(error, str(failure), failure.exit_code)
+        return report(error, internal(error), InternalError.exit_code)
+    except Exception as error:
+        return report(error, internal(error), InternalError.exit_code)
+
+
+def invoke(args: list[str]) -> int:
+    # Not cli.main(): click would make its own exit codes of an interrupt, a closed pipe and an error.
+    try:
+        with cli.make_context("llmtrain", args or ["--help"]) as ctx:
+            cli.invoke(ctx)
+        return 0
+    except click.exceptions.Exit as finished:
+        return finished.exit_code
+
+
+def internal(error: Exception) -> str:
+    return f"internal error: {type(error).__name__}: {error}; `llmtrain --debug COMMAND ...` shows the traceback"
+
+
+def report(error: BaseException, line: str, code: int) -> int:
+    if os.environ.get("LLMTRAIN_DEBUG", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    print("llmtrain: error:", " ".join(line.split()), file=sys.stderr)
+    return code
+
+
+def reader_of_stdout_is_gone() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,0 +1,264 @@
+"""Click options, TOML keys and docs rows out of one frozen dataclass field: name, type, default, doc line under it.
+
+A command that is configured by dataclasses reads
+
+    @click.command()
+    @config_options(ModelConfig, RunConfig)
+    def command(given: dict[str, Any]) -> None:
+        model = build(ModelConfig, given, table.get("model", {}), "configs/31m.toml [model]")
+
+`given` holds only the fields that stand on the command line, so it says by itself what a person asked for; `build` lays
+it over a table of a TOML file, and that over the defaults of the dataclass.
+
+A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`; None for no
+option at all) and `metavar`.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from llmtrain.storage.errors import UsageError
+
+T = TypeVar("T")
+
+SCALARS: dict[Any, click.ParamType] = {
+    int: click.INT,
+    float: click.FLOAT,
+    str: click.STRING,
+    bool: click.BOOL,
+    Path: click.Path(path_type=Path),
+}
+
+
+class FirstThatFits(click.ParamType):
+    """A union such as `int | Literal["auto"]`: the first member that accepts the text."""
+
+    def __init__(self, members: list[click.ParamType]):
+        self.members = members
+        self.name = "|".join(words(member) for member in members)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        for member in self.members:
+            try:
+                return member.convert(value, param, ctx)
+            except click.BadParameter:
+                continue
+        self.fail(f"{value!r} is none of {self.name}.", param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"[{self.name}]"
+
+
+def words(kind: click.ParamType) -> str:
+    return "|".join(map(str, kind.choices)) if isinstance(kind, click.Choice) else kind.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What the command line and the docs need to know of one dataclass field."""
+
+    field: str
+    option: str | None
+    """`--d-model`; None where the field is a TOML key only."""
+    kind: click.ParamType
+    annotation: Any
+    repeatable: bool
+    default: Any
+    """`dataclasses.MISSING` where a value is required."""
+    help: str
+    metavar: str | None
+
+    @property
+    def is_flag(self) -> bool:
+        return isinstance(self.kind, click.types.BoolParamType) and not self.repeatable
+
+    @property
+    def declaration(self) -> str:
+        return f"{self.option}/--no-{self.option[2:]}" if self.option and self.is_flag else self.option or ""
+
+
+def options_of(config: Any) -> tuple[Option, ...]:
+    """The options of a dataclass (the class) in the order of its fields; every field must have its doc line."""
+    hints = typing.get_type_hints(config)
+    docs = field_docs(config)
+    found = []
+    for field in dataclasses.fields(config):
+        assert field.name in docs, f"{config.__name__}.{field.name} has no doc line under it"
+        annotation, repeatable = element(hints[field.name])
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        name = field.metadata.get("option", "--" + field.name.replace("_", "-"))
+        kind, metavar = click_type(annotation), field.metadata.get("metavar")
+        help = " ".join(docs[field.name].split())
+        found.append(Option(field.name, name, kind, hints[field.name], repeatable, default, help, metavar))
+    return tuple(found)
+
+
+@functools.cache
+def field_docs(config: Any) -> dict[str, str]:
+    """Field name -> the string literal under it, read from the source of the class and of those it extends."""
+    docs: dict[str, str] = {}
+    for cls in reversed(config.__mro__[:-1]):
+        tree = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
+        body = next(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+        for above, below in zip(body, body[1:], strict=False):
+            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
+                if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+                    docs[above.target.id] = below.value.value
+    return docs
+
+
+def members(annotation: Any) -> list[Any]:
+    """The members of a union without None; of anything else, itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [member for member in typing.get_args(annotation) if member is not types.NoneType]
+    return [annotation]
+
+
+def element(annotation: Any) -> tuple[Any, bool]:
+    """(type of one value, whether the option repeats) for `T`, `T | None` and `tuple[T, ...]`."""
+    inner = members(annotation)
+    if len(inner) == 1 and typing.get_origin(inner[0]) is tuple:
+        item, dots = typing.get_args(inner[0])
+        assert dots is ..., f"{annotation}: only tuple[T, ...] makes an option"
+        return item, True
+    return annotation, False
+
+
+def click_type(annotation: Any) -> click.ParamType:
+    if typing.get_origin(annotation) is Literal:
+        return click.Choice(typing.get_args(annotation))
+    inner = members(annotation)
+    if len(inner) > 1:
+        # Words before scalars: str would swallow every word.
+        inner.sort(key=lambda member: typing.get_origin(member) is not Literal)
+        return FirstThatFits([click_type(member) for member in inner])
+    if inner[0] is not annotation:
+        return click_type(inner[0])
+    assert annotation in SCALARS, f"no option can be made of {annotation}"
+    return SCALARS[annotation]
+
+
+def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Adds an option for each field of the dataclasses; the command gets `given`, a dict of the fields that stand on
+    the command line.
+
+    Two dataclasses of one command share neither a field name nor an option name (assertion).
+    """
+    options = [option for config in configs for option in options_of(config) if option.option]
+    for names in ([option.field for option in options], [option.declaration for option in options]):
+        twice = {name for name in names if names.count(name) > 1}
+        assert not twice, f"in more than one dataclass: {', '.join(sorted(twice))}"
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def command(**values: Any) -> T:
+            ctx = click.get_current_context()
+            given = {}
+            for option in options:
+                value = values.pop(option.field)
+                if ctx.get_parameter_source(option.field) is ParameterSource.COMMANDLINE:
+                    given[option.field] = value
+            return function(given=given, **values)
+
+        for option in reversed(options):
+            shown: Any = None if option.default is dataclasses.MISSING else option.default
+            # The default is only shown: `build` takes it from the dataclass, below what a TOML file says.
+            decorator = click.option(
+                option.declaration,
+                option.field,
+                type=option.kind,
+                multiple=option.repeatable,
+                default=shown,
+                show_default=shown not in (None, ()),
+                metavar=option.metavar,
+                help=option.help,
+            )
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def build(config: type[T], given: Mapping[str, Any], table: Mapping[str, Any] | None = None, where: str = "") -> T:
+    """The dataclass from its defaults, under a TOML table, under what was given on the command line.
+
+    `given` may hold fields of other dataclasses too; `table` may not. `where` names the table in messages, such as
+    "configs/31m.toml [model]". Raises UsageError for an unknown key, a value of a wrong type or out of range, and a
+    missing value.
+    """
+    options = {option.field: option for option in options_of(config)}
+    values = {}
+    for key, value in (table or {}).items():
+        if key not in options:
+            raise UsageError(f"{where}: unknown key {key!r}; known are {', '.join(options)}")
+        values[key] = toml_value(options[key], value, where)
+    values |= {name: value for name, value in given.items() if name in options}
+    for name, option in options.items():
+        if name not in values and option.default is dataclasses.MISSING:
+            raise UsageError(f"missing {option.option or name}: {option.help}")
+    try:
+        return config(**values)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}" if where and not given.keys() & options.keys() else str(error)) from error
+
+
+def toml_value(option: Option, value: Any, where: str) -> Any:
+    """`value` as TOML has it (int, float, bool, str, list) as the field's type; UsageError where it does not fit."""
+    if option.repeatable and isinstance(value, list | tuple):
+        item, _ = element(option.annotation)
+        if all(fits(item, entry) for entry in value):
+            return tuple(Path(entry) if item is Path else entry for entry in value)
+    elif not option.repeatable and fits(option.annotation, value):
+        if Path in members(option.annotation) and value is not None:
+            return Path(value)
+        return float(value) if members(option.annotation) == [float] and value is not None else value
+    kind = f"a list of {words(option.kind)}" if option.repeatable else words(option.kind)
+    raise UsageError(f"{where}: {option.field} = {value!r} is not {kind}")
+
+
+def fits(annotation: Any, value: Any) -> bool:
+    if value is None:
+        return types.NoneType in typing.get_args(annotation)
+    if isinstance(value, bool):
+        return bool in members(annotation)
+    for member in members(annotation):
+        if typing.get_origin(member) is Literal:
+            if value in typing.get_args(member):
+                return True
+        elif isinstance(value, {float: int | float, Path: str | Path}.get(member, member)):
+            return True
+    return False
+
+
+def docs_table(config: type) -> str:
+    """Markdown: one row for each field, from the same source as the options."""
+    rows = ["| option | TOML key | value | default | meaning |", "|---|---|---|---|---|"]
+    for option in options_of(config):
+        declaration = f"`{option.option}`" if option.option else ""
+        if option.is_flag and option.option:
+            declaration += f", `--no-{option.option[2:]}`"
+        value = words(option.kind).replace("|", " or ") + (", repeatable" if option.repeatable else "")
+        rows.append(f"| {declaration} | `{option.field}` | {value} | {shown_default(option)} | {option.help} |")
+    return "\n".join(rows).replace("|  |", "| |") + "\n"
+
+
+def shown_default(option: Option) -> str:
+    if option.default is dataclasses.MISSING:
+        return "required"
+    if option.default is None or option.default == ():
+        return "-"
+    if isinstance(option.default, bool):
+        return "yes" if option.default else "no"
+    if isinstance(option.default, tuple):
+        return ", ".join(f"`{value}`" for value in option.default)
+    return f"`{option.default}`"

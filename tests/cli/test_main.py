@@ -1,0 +1,153 @@
+"""The command as a process: its help is fast and light, and every way to fail is one line and one exit code."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain import __version__
+from llmtrain.cli.main import COMMANDS, cli
+
+LISTED = [name for name in COMMANDS if name in cli.list_commands(None)]  # type: ignore[arg-type]
+
+# A command that fails as told, hooked into the real group in a process of its own.
+FAILING = """
+import os, signal, sys
+import click
+from llmtrain.cli import main as program
+from llmtrain.storage import errors
+
+@click.command()
+@click.option("--width", type=int)
+def command(width):
+    {body}
+
+module = type(sys)("failing")
+module.command = command
+module.__spec__ = program.importlib.util.spec_from_loader("failing", None)
+sys.modules["failing"] = module
+program.COMMANDS = {{"fail": ("failing", "Fail.")}}
+sys.exit(program.run(sys.argv[1:]))
+"""
+
+
+def run(*args: str, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *args]
+    env = os.environ | environment
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+
+
+def fail(body: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run("-c", FAILING.format(body=body), *args, **environment)
+
+
+def test_the_version_is_that_of_the_package():
+    done = run("-m", "llmtrain", "--version")
+    assert (done.returncode, done.stdout) == (0, f"llmtrain {__version__}\n")
+
+
+def test_no_command_shows_the_help():
+    done = run("-m", "llmtrain")
+    assert done.returncode == 0 and done.stdout.startswith("Usage: llmtrain")
+    assert all(f"  {name}" in done.stdout for name in LISTED)
+
+
+@pytest.mark.parametrize("command", ["", *LISTED])
+def test_help_is_fast_and_imports_neither_torch_nor_numpy(command: str):
+    look = "import sys; from llmtrain.cli.main import run; code = run(sys.argv[1:]); "
+    look += "print(sorted({'torch', 'numpy', 'tokenizers', 'rich', 'triton'} & set(sys.modules)), code)"
+    done = run("-c", look, *command.split(), "--help")
+    assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        assert run("-m", "llmtrain", *command.split(), "--help").returncode == 0
+        return time.perf_counter() - begin
+
+    # The best of several: the bound is on the program, not on what else the machine is doing.
+    assert min(seconds() for _ in range(5)) < 0.4
+
+
+@pytest.mark.parametrize("command", LISTED)
+def test_a_command_carries_its_own_name(command: str):
+    usage = run("-m", "llmtrain", command, "--help").stdout.splitlines()[0]
+    assert usage.startswith(f"Usage: llmtrain {command} ")
+
+
+def test_wrong_usage_is_one_line_and_exit_2():
+    for args in (["trian"], ["--frobnicate"]):
+        done = run("-m", "llmtrain", *args)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith("llmtrain: error: No such ") and "llmtrain --help" in done.stderr
+    done = fail("pass", "fail", "--width", "wide")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--width" in done.stderr and "See 'llmtrain fail --help'." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("UsageError", 2),
+        ("BadData", 65),
+        ("InputMissing", 66),
+        ("InternalError", 70),
+        ("CannotCreate", 73),
+        ("StorageFailure", 74),
+        ("StopRequested", 75),
+        ("ConfigMismatch", 78),
+        ("Diverged", 79),
+    ],
+)
+def test_an_error_is_its_line_and_its_exit_code(name: str, code: int):
+    done = fail(f"raise errors.{name}('a.u16 is torn:\\n  make it again')", "fail")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == "llmtrain: error: a.u16 is torn: make it again\n"
+
+
+def test_any_other_exception_is_an_internal_error_in_one_line():
+    done = fail("raise KeyError('loss')", "fail")
+    assert (done.returncode, done.stderr.count("\n")) == (70, 1)
+    assert "internal error: KeyError: 'loss'" in done.stderr and "--debug" in done.stderr
+
+
+def test_debug_shows_the_traceback():
+    for done in (fail("raise KeyError('loss')", "--debug", "fail"), fail("1 / 0", "fail", LLMTRAIN_DEBUG="1")):
+        assert done.returncode == 70 and "Traceback (most recent call last)" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("llmtrain: error: internal error: ")
+    assert "Traceback" not in fail("1 / 0", "fail", LLMTRAIN_DEBUG="0").stderr
+
+
+def test_an_interrupt_exits_75():
+    done = fail("os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(30)", "fail")
+    assert (done.returncode, done.stderr) == (75, "llmtrain: error: interrupted\n")
+
+
+def test_a_command_may_exit_as_it_likes():
+    assert fail("sys.exit(41)", "fail").returncode == 41
+    assert fail("click.get_current_context().exit(42)", "fail").returncode == 42
+
+
+def test_a_closed_pipe_behind_stdout_is_quiet():
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = FAILING.format(body="print('x' * 100_000); print('y' * 100_000)")
+    for args in (["-c", script, "fail"], ["-m", "llmtrain", "--help"]):
+        done = run(*args, stdout=writer)
+        assert (done.returncode, done.stderr) == (74, "")
+    os.close(writer)
+
+
+def test_a_broken_pipe_elsewhere_is_not_hidden():
+    done = fail("raise BrokenPipeError(32, 'a worker died')", "fail")
+    assert done.returncode == 70 and "a worker died" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_an_input_output_error():
+    with open("/dev/full", "w") as full:
+        done = run("-m", "llmtrain", "--help", stdout=full.fileno())
+    assert (done.returncode, done.stderr.count("\n")) == (74, 1)
+    assert "standard output" in done.stderr and "disk is full" in done.stderr
