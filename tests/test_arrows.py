@@ -37,7 +37,8 @@ def imports(path: Path) -> set[str]:
 
 
 def rooms() -> dict[str, list[Path]]:
-    return {folder.name: sorted(folder.glob("*.py")) for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
+    folders = [folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()]
+    return {folder.name: sorted(folder.glob("*.py")) for folder in folders}
 
 
 def test_every_room_is_known_and_flat():

@@ -1,0 +1,42 @@
+"""Which implementation of an op runs, and which one did.
+
+Every op has a `reference` in plain torch, right on any device and dtype, and may have a `triton` kernel. Triton is
+taken on CUDA, and elsewhere only when forced (tests do, under TRITON_INTERPRET=1). What ran is recorded, because a
+parity test that fell back would otherwise compare the reference with itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+REFERENCE = "reference"
+TRITON = "triton"
+
+ran: dict[str, str] = {}
+"""Op name -> the implementation that its last call used."""
+
+_forced: dict[str, str] = {}
+
+
+@contextmanager
+def forced(implementation: str, *ops: str) -> Iterator[None]:
+    """Inside the block the ops named (all of them when none is) use `implementation`."""
+    before = dict(_forced)
+    _forced.update({op: implementation for op in ops or ("*",)})
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def choose(op: str, x: Tensor) -> str:
+    """The implementation that `op` uses for `x`; recorded in `ran`."""
+    chosen = _forced.get(op, _forced.get("*"))
+    if chosen is None:
+        # Kernels are written for 16 and 32 bit floats; FP64 exists to check them.
+        chosen = TRITON if x.is_cuda and x.dtype != torch.float64 else REFERENCE
+    ran[op] = chosen
+    return chosen

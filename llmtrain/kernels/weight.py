@@ -1,0 +1,66 @@
+"""A weight as the ops see it: an FP32 master, a narrow operand, an FP32 gradient buffer.
+
+The optimizer's side preallocates `weight.grad` (a view of a flat buffer), keeps `weight.narrow` (a copy in the
+compute dtype, rebuilt after every write of the master) and, at the start of a step, sets `weight.grad_stale`. The
+first op that delivers a gradient then overwrites the buffer, later ones add: no memset, and no read of what is about
+to be replaced. A weight without those attributes works too: its gradient goes back through autograd as usual.
+"""
+
+import torch
+from torch import Tensor
+
+
+def operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`: itself, its cached narrow copy, or a fresh cast. Same shape as the weight."""
+    if weight.dtype == dtype:
+        return weight.detach()
+    narrow = getattr(weight, "narrow", None)
+    if narrow is not None and narrow.dtype == dtype:
+        return narrow
+    return weight.detach().to(dtype)
+
+
+def gradient_buffer(weight: Tensor) -> tuple[Tensor | None, bool]:
+    """(preallocated gradient buffer or None, whether the caller must overwrite it). Asking claims the buffer."""
+    stale = getattr(weight, "grad_stale", False)
+    if weight.grad is not None and stale:
+        weight.grad_stale = False  # type: ignore[attr-defined]
+    return weight.grad, stale
+
+
+def deliver_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """Puts `gradient` (the weight's shape, any float dtype) where it belongs; returns what autograd should get."""
+    buffer, overwrite = gradient_buffer(weight)
+    if buffer is None:
+        return gradient.to(weight.dtype)
+    if overwrite:
+        buffer.copy_(gradient)
+    else:
+        buffer.add_(gradient)
+    return None
+
+
+def deliver_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient `dy.T @ x` of an (out, in) weight, accumulated in the buffer's own precision.
+
+    dy: (N, out), x: (N, in), both of one dtype. On CUDA the product leaves the matmul in FP32, so that micro-batches
+    add up unrounded; CPU matmuls have no such epilogue, there one product is rounded to the compute dtype.
+    """
+    buffer, overwrite = gradient_buffer(weight)
+    if buffer is None:
+        return (dy.T @ x).to(weight.dtype)
+    if buffer.dtype == dy.dtype:
+        if overwrite:
+            torch.mm(dy.T, x, out=buffer)
+        else:
+            buffer.addmm_(dy.T, x)
+    elif buffer.is_cuda:
+        if overwrite:
+            torch.mm(dy.T, x, out_dtype=buffer.dtype, out=buffer)
+        else:
+            torch.addmm(buffer, dy.T, x, out_dtype=buffer.dtype, out=buffer)
+    elif overwrite:
+        buffer.copy_(dy.T @ x)
+    else:
+        buffer.add_(dy.T @ x)
+    return None

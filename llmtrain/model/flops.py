@@ -1,0 +1,68 @@
+"""What a model costs: parameters, FLOPs a token, and what the card could do.
+
+Exact: 6 FLOPs for each parameter that a token is multiplied with (forward 2, backward 4; the head counts, the lookup
+does not), plus, a layer, 12 * n_heads * head_dim for each (query, key) pair that attends (scores and values, 2 each,
+forward once and backward twice). Classic: 6 * active + 12 * n_layers * seq_len * d_model, to compare with older tables.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmtrain.model.config import ModelConfig
+
+PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "RTX 3060": 25e12}
+"""Dense bf16 FLOP/s with FP32 accumulation, by a part of the device's name (vendors' datasheets)."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters."""
+
+    total: int
+    """All that are stored; a tied matrix once."""
+    active: int
+    """Those that one token meets."""
+    in_matmuls: int
+    """Those that one token is multiplied with: the head included, the lookup and the norms not."""
+
+
+def parameter_counts(config: ModelConfig) -> ParameterCounts:
+    """Counts from the shape alone."""
+    c = config
+    attention = c.d_model * c.qkv_width + c.n_heads * c.head_dim * c.d_model
+    feed_forward = 3 * c.d_model * c.d_ff
+    norms = 2 * c.d_model + (2 * c.head_dim if c.qk_norm else 0)
+    matrix = c.vocab_size * c.d_model
+    blocks = c.n_layers * (attention + feed_forward)
+    total = blocks + c.n_layers * norms + c.d_model + (1 if c.tie_embeddings else 2) * matrix
+    return ParameterCounts(total=total, active=total, in_matmuls=blocks + matrix)
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """(query, key) pairs of a causal document: L(L+1)/2, or Lw - w(w-1)/2 within a window of w < L keys."""
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return length * window - window * (window - 1) // 2
+
+
+def attention_flops(config: ModelConfig, lengths: Iterable[int], windows: Iterable[int | None] | None = None) -> int:
+    """Forward and backward attention FLOPs of documents of these lengths, over all layers (`windows`: one a layer)."""
+    per_layer = [None] * config.n_layers if windows is None else list(windows)
+    lengths = list(lengths)
+    pairs = sum(causal_pairs(length, window) for window in per_layer for length in lengths)
+    return 12 * config.n_heads * config.head_dim * pairs
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Exact FLOPs a token of one training step on full windows of seq_len tokens, forward and backward."""
+    return 6 * parameter_counts(config).in_matmuls + attention_flops(config, [seq_len]) / seq_len
+
+
+def classic_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """The older estimate, which counts attention as if it were not causal."""
+    return 6 * parameter_counts(config).active + 12 * config.n_layers * seq_len * config.d_model
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name; None for one that is not in the table."""
+    return next((peak for part, peak in PEAK_BF16.items() if part in device_name), None)

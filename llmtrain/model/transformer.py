@@ -1,0 +1,257 @@
+"""The transformer: pre-norm blocks of rotary grouped-query attention and SwiGLU, tied or untied head.
+
+Weights are FP32 masters; activations run in `compute_dtype`. A block carries (h, u): the residual stream and the
+branch output that is still to be added to it, because the next norm adds them on its way.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.kernels.attention import attention
+from llmtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from llmtrain.kernels.embedding import embedding
+from llmtrain.kernels.linear import linear
+from llmtrain.kernels.rmsnorm import rmsnorm
+from llmtrain.kernels.rotary import rotary_qkv, rotary_tables
+from llmtrain.kernels.swiglu import swiglu
+from llmtrain.model.config import ModelConfig
+
+
+@dataclass
+class LossSums:
+    """FP32 scalars on the device, sums over the targets of a batch: nothing is divided until the optimizer step."""
+
+    lm: Tensor
+    """Cross-entropy, in nats."""
+    aux: Tensor
+    """z-loss (and, with experts, balance losses), already weighted."""
+    n_targets: Tensor
+    """Targets that count, int64."""
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far: per layer (B, max_len, n_kv_heads, head_dim) in the compute dtype."""
+
+    def __init__(self, config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (config.n_layers, batch, max_len, config.n_kv_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros_like(self.k)
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k, v (B, T, Hkv, D) behind what is there; returns all of both: (B, length + T, Hkv, D)."""
+        end = self.length + k.shape[1]
+        self.k[layer, :, self.length : end] = k
+        self.v[layer, :, self.length : end] = v
+        return self.k[layer, :, :end], self.v[layer, :, :end]
+
+
+class Linear(nn.Module):
+    """A matrix (n_out, n_in) without bias."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """The weight (width,) of a root mean square norm."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rmsnorm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual)."""
+        return rmsnorm(x, self.weight, self.eps, residual)
+
+
+class Embedding(nn.Module):
+    """The embedding matrix (vocab_size, d_model)."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return embedding(ids, self.weight, dtype)
+
+
+@dataclass
+class Context:
+    """What every block of one forward pass shares."""
+
+    cos: Tensor
+    sin: Tensor
+    doc_start: Tensor | None
+    cache: KVCache | None
+
+
+class Attention(nn.Module):
+    """Rotary grouped-query attention; q, k and v come from one matrix, rows in that order, heads within."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.qkv = Linear(config.d_model, config.qkv_width)
+        self.out = Linear(config.n_heads * config.head_dim, config.d_model)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, layer: int, context: Context) -> Tensor:
+        c = self.config
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        q, k, v = rotary_qkv(
+            self.qkv(x), context.cos, context.sin, c.n_heads, c.n_kv_heads, q_norm, k_norm, c.norm_eps
+        )
+        offset = 0
+        if context.cache is not None:
+            offset = context.cache.length
+            k, v = context.cache.extend(layer, k, v)
+        y = attention(q, k, v, offset=offset, doc_start=context.doc_start)  # (B, T, H, D)
+        return self.out(y.reshape(*x.shape[:-1], -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; gate and up come from one matrix, gate's rows first."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.d_model, 2 * config.d_ff)
+        self.down = Linear(config.d_ff, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, h: Tensor, u: Tensor | None, layer: int, context: Context) -> tuple[Tensor, Tensor]:
+        """h, u: (B, T, d_model), u None before the first block -> the same pair after this block."""
+        if u is None:
+            y = self.attention_norm(h)
+        else:
+            y, h = self.attention_norm.add(u, h)
+        u = self.attention(y, layer, context)
+        y, h = self.feed_forward_norm.add(u, h)
+        return h, self.feed_forward(y)
+
+
+class Transformer(nn.Module):
+    """Blocks `layers` of a model, with or without its embedding and its head: a pipeline stage is the same class.
+
+    Parameters carry the names and initial values they have in the whole model.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: range | None = None,
+        embedding: bool = True,
+        head: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        assert config.vocab_size > 0 and config.max_seq_len > 0, "vocab_size and max_seq_len must be resolved"
+        self.config = config
+        self.compute_dtype = torch.float32
+        with torch.device(device):
+            tied_head = head and config.tie_embeddings
+            self.embedding = Embedding(config.vocab_size, config.d_model) if embedding or tied_head else None
+            self.reads_ids = embedding
+            stage = range(config.n_layers) if layers is None else layers
+            self.layers = nn.ModuleDict({str(i): Block(config) for i in stage})
+            self.norm = RMSNorm(config.d_model, config.norm_eps) if head else None
+            self.head = Linear(config.d_model, config.vocab_size) if head and not config.tie_embeddings else None
+        cos, sin = rotary_tables(config.max_seq_len, config.head_dim, config.rope_theta, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal matrices, norms of 1. Each tensor has its own stream, from the seed and its name, drawn on the CPU: so
+        a stage, another device and the whole model start from the same bits."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            into_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            std = self.config.init_std / ((2 * self.config.n_layers) ** 0.5 if into_residual else 1.0)
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix (vocab_size, d_model) that makes logits."""
+        matrix = self.head or self.embedding
+        assert matrix is not None, "this stage has no head"
+        return matrix.weight
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        doc_start: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """x: ids (B, T) int64, or hidden states (B, T, d_model) where the stage has no embedding.
+
+        Returns the hidden states (B, T, d_model), normalised where the stage has the head. positions (T,) or (B, T):
+        default the columns, behind the cache's. doc_start (B, T): the first column each token may attend to.
+        """
+        offset = 0 if cache is None else cache.length
+        end = offset + x.shape[1]
+        if end > self.config.max_seq_len:
+            raise ValueError(f"{end} positions, but the model's max_seq_len is {self.config.max_seq_len}")
+        if positions is None:
+            cos, sin = self.cos[offset:end], self.sin[offset:end]
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]
+        context = Context(cos, sin, doc_start, cache)
+
+        h = x
+        if self.reads_ids:
+            assert self.embedding is not None
+            h = self.embedding(x, self.compute_dtype)
+        u = None
+        for layer, block in self.layers.items():
+            h, u = block(h, u, int(layer), context)
+        if cache is not None:
+            cache.length = end
+        if self.norm is None:
+            return h if u is None else h + u
+        return self.norm(h) if u is None else self.norm.add(u, h)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: (B, T, d_model) -> (B, T, vocab_size) in the compute dtype. For decoding; training uses `loss`."""
+        return linear(hidden, self.head_weight)
+
+    def loss(self, x: Tensor, targets: Tensor, doc_start: Tensor | None = None) -> LossSums:
+        """x as in forward, targets (B, T) int64 with IGNORED where nothing is to be predicted."""
+        hidden = self.forward(x, doc_start=doc_start)
+        rows = hidden.reshape(-1, hidden.shape[-1])  # (B T, d_model)
+        flat = targets.reshape(-1)
+        lm, z = linear_cross_entropy(rows, self.head_weight, flat, self.config.z_loss)
+        return LossSums(lm, z, (flat != IGNORED).sum())
