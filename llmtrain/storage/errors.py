@@ -90,13 +90,13 @@ _DISK = {
 }
 
 
-def write_error(error: OSError, path: str | os.PathLike[str]) -> LlmtrainError:
-    """The error to raise in place of `error`, met while creating, writing or removing `path`:
+def write_error(error: OSError, path: str | os.PathLike[str], verb: str = "written") -> LlmtrainError:
+    """The error to raise in place of `error`, met while `path` was created, written or removed (the `verb`):
     CannotCreate (73) where the place has to be changed, StorageFailure (74) where the disk fails."""
     if error.errno in _NO_PLACE:
-        return CannotCreate(f"{os.fspath(path)}: cannot be created: {_NO_PLACE[error.errno]}")
+        return CannotCreate(f"{os.fspath(path)}: cannot be {verb}: {_NO_PLACE[error.errno]}")
     reason = _DISK.get(error.errno or 0, f"{error.strerror or error}: check the disk and run again")
-    return StorageFailure(f"{os.fspath(path)}: cannot be written: {reason}")
+    return StorageFailure(f"{os.fspath(path)}: cannot be {verb}: {reason}")
 
 
 def read_error(error: OSError, path: str | os.PathLike[str]) -> LlmtrainError:

@@ -1,0 +1,243 @@
+"""Files and folders that have their final name only when they are whole and on the disk.
+
+The order is always: temporary name in the same folder, fsync the file, rename, fsync the folder. Each step was
+needed: a rename without the first fsync left an empty file after a power cut, one without the second was lost.
+"""
+
+import errno
+import fcntl
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llmtrain.storage.errors import CannotCreate, write_error
+
+PathLike = str | os.PathLike[str]
+
+
+class _Raw(io.FileIO):
+    """The file under its temporary name; a failed write names the final one."""
+
+    partial: Path
+    final: Path
+
+    def write(self, data) -> int:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise write_error(error, self.final) from error
+
+
+class AtomicFile(io.BufferedWriter):
+    """What `atomic_file` opens: a buffered binary file."""
+
+    raw: _Raw
+
+    def sync(self) -> None:
+        """Brings what was written so far to the disk. Raises StorageFailure where that fails."""
+        self.flush()
+        try:
+            os.fsync(self.fileno())
+        except OSError as error:
+            raise write_error(error, self.raw.final) from error
+
+
+@contextmanager
+def atomic_file(path: PathLike) -> Iterator[AtomicFile]:
+    """A binary file to write, under a temporary name beside `path`, that gets the name `path` when the block ends
+    well: then it is on the disk. When the block fails, `path` is as it was and the temporary is gone. The mode
+    follows the umask. What a killed writer of the same `path` left is removed first.
+
+    Raises CannotCreate where the place does not take a file, StorageFailure where the disk fails."""
+    final = Path(path)
+    _refuse_what_is_no_file(final)
+    _remove_partials_of_the_dead(final)
+    raw = _open_partial(final)
+    try:
+        file = AtomicFile(raw, 1 << 20)
+        yield file
+        file.sync()
+        try:
+            os.replace(raw.partial, final)
+        except OSError as error:
+            raise write_error(error, final) from error
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(raw.partial)
+        raise
+    finally:
+        # The raw file is closed, not the buffer: closing that writes again what has just failed to be written.
+        raw.close()
+    fsync_folder(final.parent)
+
+
+def write_bytes(path: PathLike, data: bytes | bytearray | memoryview) -> None:
+    """Puts `data` at `path`, whole or not at all; on the disk on return. Errors as of `atomic_file`."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_json(path: PathLike, value: object) -> None:
+    """Puts `json_bytes(value)` at `path`, whole or not at all; on the disk on return. Errors as of `atomic_file`."""
+    write_bytes(path, json_bytes(value))
+
+
+def json_bytes(value: object, indent: int | None = 1) -> bytes:
+    """`value` as one JSON text and a newline. JSON has no NaN and no infinities: they become null, so that every
+    reader of any language takes the file. With `indent=None` it is one line."""
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def fsync_folder(path: PathLike) -> None:
+    """Brings the names in the folder `path` to the disk. Raises StorageFailure where that fails."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        # Some network file systems keep names in order by themselves and refuse to sync a folder.
+        if error.errno != errno.EINVAL:
+            raise write_error(error, path) from error
+
+
+def publish_folder(work: PathLike, final: PathLike) -> None:
+    """Gives the folder `work` the name `final` (same parent), everything in it on the disk first.
+
+    Raises CannotCreate where `final` is taken or the place does not allow it, StorageFailure where the disk fails;
+    `work` then keeps its name."""
+    for folder, _, names in os.walk(work):
+        for name in names:
+            _fsync_file(os.path.join(folder, name))
+        fsync_folder(folder)
+    try:
+        os.rename(work, final)
+    except OSError as error:
+        raise write_error(error, final) from error
+    fsync_folder(Path(final).parent)
+
+
+def remove_tree(path: PathLike) -> None:
+    """Removes the folder or file `path`; none there is fine. It loses its name in one step, so that nobody ever
+    sees it half-removed; what a killed remover left in the same parent goes too.
+
+    Raises CannotCreate where the place does not allow it, StorageFailure where the disk fails."""
+    path = Path(path)
+    names = (path.with_name(f".{path.name}.{tag}.trash") for tag in _tags())
+    try:
+        os.rename(path, next(name for name in names if not os.path.lexists(name)))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise write_error(error, path, "removed") from error
+    fsync_folder(path.parent)
+    for name in os.listdir(path.parent):
+        if re.fullmatch(r"\..+\.\d+(-\d+)?\.trash", name):
+            _delete(path.parent / name)
+
+
+def _tags() -> Iterator[str]:
+    """Names for this process' temporaries: its pid, then the pid and a number. Threads, and containers that share
+    a folder but not their pids, find a free one."""
+    yield str(os.getpid())
+    for number in itertools.count(1):
+        yield f"{os.getpid()}-{number}"
+
+
+def _open_partial(final: Path) -> _Raw:
+    """A new file beside `final`, locked for as long as it is open: the lock says that its writer lives."""
+    for tag in _tags():
+        partial = final.with_name(f".{final.name}.{tag}.partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise write_error(error, final, "created") from error
+        # A file system without locks has no partials removed: see _remove_partials_of_the_dead.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not os.path.exists(partial):
+            # Another writer of `final` took it for a dead one's before it was locked.
+            os.close(descriptor)
+            continue
+        raw = _Raw(descriptor, "wb")
+        raw.partial, raw.final = partial, final
+        return raw
+    raise AssertionError("the tags do not end")
+
+
+def _remove_partials_of_the_dead(final: Path) -> None:
+    """Removes the temporaries of `final` whose writers are dead: those that nobody holds locked."""
+    pattern = re.compile(re.escape(f".{final.name}.") + r"\d+(-\d+)?\.partial")
+    try:
+        names = [name for name in os.listdir(final.parent) if pattern.fullmatch(name)]
+    except OSError:
+        return  # opening the new temporary says what is wrong with the folder
+    for name in names:
+        partial = final.parent / name
+        with suppress(OSError):
+            with open(partial, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(partial)
+
+
+def _refuse_what_is_no_file(final: Path) -> None:
+    """A rename would put a plain file in the place of a device or a pipe, /dev/null for one."""
+    try:
+        mode = os.lstat(final).st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode):
+        raise write_error(OSError(errno.EISDIR, "is a folder"), final, "created")
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        raise CannotCreate(f"{final}: cannot be created: a device or pipe has this name: name a file")
+
+
+def _fsync_file(path: str) -> None:
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise write_error(error, path) from error
+
+
+def _delete(path: Path) -> None:
+    """Deletes a folder or file that nobody needs, perhaps while another process does the same."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise write_error(error, path, "removed") from error

@@ -1,0 +1,68 @@
+"""Checksums of files, and JSON objects that carry their own."""
+
+import hashlib
+import json
+
+from llmtrain.storage.atomic import PathLike, json_bytes
+from llmtrain.storage.errors import BadData, read_error
+
+
+def sha256_file(path: PathLike) -> str:
+    """The sha256 of the file's bytes in hex. Raises InputMissing, StorageFailure."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    except OSError as error:
+        raise read_error(error, path) from error
+
+
+def seal(value: dict) -> dict:
+    """`value`, as JSON holds it (names are strings, tuples are lists, no NaN), with a last field `sha256`: the hash
+    of the canonical JSON of what precedes it. For `write_json`, and back by `read_sealed`."""
+    assert "sha256" not in value, "sealed already"
+    value = json.loads(json_bytes(value))
+    return {**value, "sha256": _canonical_sha256(value)}
+
+
+def read_sealed(path: PathLike) -> dict:
+    """What `write_json(path, seal(value))` wrote, its `sha256` included; equal down to the last bit, since a flipped
+    one can leave the same value (1e-05 and 1E-05). Raises InputMissing, StorageFailure, and BadData where the file
+    is torn or altered."""
+    data = _read(path)
+    value = _parse(data, path)
+    try:
+        body = {key: item for key, item in value.items() if key != "sha256"}
+        whole = json_bytes(seal(body)) == data
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise BadData(f"{path}: is torn or was altered: its own sha256 does not fit: use another copy")
+    return value
+
+
+def read_json(path: PathLike) -> dict:
+    """The JSON object in the file. Raises InputMissing, StorageFailure, and BadData where it is none."""
+    return _parse(_read(path), path)
+
+
+def _canonical_sha256(value: dict) -> str:
+    """Keys sorted, no spaces, ASCII: any program that reads JSON can make the same bytes."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read(path: PathLike) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise read_error(error, path) from error
+
+
+def _parse(data: bytes, path: PathLike) -> dict:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadData(f"{path}: is no JSON, perhaps torn: make it again or use another copy") from None
+    if not isinstance(value, dict):
+        raise BadData(f"{path}: holds no JSON object: make it again or use another copy")
+    return value
