@@ -1,0 +1,45 @@
+"""The loss of a model on held-out batches, as sums."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.cross_entropy import IGNORED
+from llmtrain.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class EvaluationSums:
+    """What an evaluation adds up; divide at the end."""
+
+    nats: float
+    """Cross-entropy over all targets."""
+    targets: int
+    """Targets that counted."""
+    bytes: int
+    """Bytes of text of those targets; 0 where no table was given."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: Transformer, batches: Iterable[tuple[Tensor, Tensor]], token_bytes: Tensor | None = None
+) -> EvaluationSums:
+    """Sums over `batches` of (ids, targets), each (B, T) int64 on the model's device.
+
+    token_bytes: (vocab_size,) int64, bytes of text of each id. Draws no random number and writes no weight; waits for
+    the device once, at the end.
+    """
+    device = model.head_weight.device
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    for ids, targets in batches:
+        loss = model.loss(ids, targets)
+        nats += loss.lm
+        counts[0] += loss.n_targets
+        if token_bytes is not None:
+            counted = targets != IGNORED
+            counts[1] += (token_bytes[targets.clamp_min(0)] * counted).sum()
+    n_targets, n_bytes = counts.tolist()
+    return EvaluationSums(nats=float(nats), targets=n_targets, bytes=n_bytes)

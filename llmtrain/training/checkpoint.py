@@ -1,0 +1,234 @@
+"""A checkpoint: everything a run goes on from, in a folder that exists whole or not at all.
+
+    RUN/checkpoints/step-00001000/model.safetensors      FP32 masters, by parameter name
+                                  optimizer.safetensors  exp_avg.NAME, exp_avg_sq.NAME
+                                  state.json             position, counts, configuration, versions
+                                  MANIFEST.json          size and sha256 of each file, pieces of each tensor; sealed
+
+A save writes into `step-N.partial` and renames it; the manifest is written last. A reader trusts only what verifies:
+a damaged newest checkpoint is set aside as `*.corrupt` and the one before it is used.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.model.config import ModelConfig
+from llmtrain.model.transformer import Transformer
+from llmtrain.storage import atomic, tensors
+from llmtrain.storage.errors import BadData, InputMissing, LlmtrainError
+from llmtrain.storage.manifest import read_json, read_sealed, seal, sha256_file
+from llmtrain.training.flat import FlatParameters
+from llmtrain.training.optimizer import MOMENTS, AdamW
+from llmtrain.training.step import COMPUTE_DTYPES
+
+FORMAT = 1
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+STEP_NAME = re.compile(r"step-(\d{8,})")
+DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64"}
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def list_steps(run_dir: Path) -> list[int]:
+    """Steps that have a folder under their final name, newest first. Other names are nobody's business."""
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    matches = (STEP_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    steps = {int(match[1]): match.string for match in matches if match}
+    return sorted((step for step, name in steps.items() if folder_of(run_dir, step).name == name), reverse=True)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _entries(flat: FlatParameters, buffer: Tensor, prefix: str = "") -> dict[str, tensors.TensorEntry]:
+    """The parts of a flat CPU buffer as named tensors; nothing is copied."""
+    dtype = DTYPE_NAMES[buffer.dtype]
+    return {
+        prefix + name: tensors.TensorEntry(dtype, tuple(span.shape), _bytes(flat.view(buffer, name)))
+        for name, span in flat.spans.items()
+    }
+
+
+def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state: dict[str, Any]) -> Path:
+    """Writes the checkpoint of `step` and returns its folder; the state on the device is read first.
+
+    `state` is what state.json holds beside the optimizer's counts. Raises CannotCreate and StorageFailure; the
+    checkpoints that were there stay as they are.
+    """
+    final = folder_of(run_dir, step)
+    work = final.with_name(final.name + ".partial")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        atomic.remove_tree(work)
+        work.mkdir()
+    except OSError as error:
+        raise atomic.write_error(error, work) from error
+    try:
+        entries = {
+            MODEL: _entries(flat, flat.master.cpu()),
+            OPTIMIZER: {
+                name: entry
+                for moment in MOMENTS
+                for name, entry in _entries(flat, getattr(optimizer, moment).cpu(), f"{moment}.").items()
+            },
+        }
+        files: dict[str, dict[str, Any]] = {}
+        pieces: dict[str, dict[str, Any]] = {}
+        for file, of_file in entries.items():
+            size, digest = tensors.write(work / file, of_file, {"format": "pt", "step": str(step)})
+            files[file] = {"bytes": size, "sha256": digest}
+            pieces[file.removesuffix(".safetensors")] = {
+                name: [{"file": file, "offsets": [0] * len(entry.shape), "shape": list(entry.shape)}]
+                for name, entry in of_file.items()
+            }
+        counts = {"count": int(optimizer.count), "skipped": int(optimizer.skipped)}
+        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state, "optimizer": counts})
+        files[STATE] = {"bytes": (work / STATE).stat().st_size, "sha256": sha256_file(work / STATE)}
+        manifest = {"format": FORMAT, "step": step, "files": files, "tensors": pieces}
+        atomic.write_json(work / MANIFEST, seal(manifest))
+        atomic.remove_tree(final)  # a damaged one of this step, or it would have been resumed from
+        atomic.publish_folder(work, final)
+    except BaseException:
+        if work.exists():
+            atomic.remove_tree(work)
+        raise
+    return final
+
+
+def rotate(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints whose manifests hold; one that does not is never counted."""
+    whole = [step for step in list_steps(run_dir) if _manifest_holds(folder_of(run_dir, step))]
+    for step in whole[keep:]:
+        atomic.remove_tree(folder_of(run_dir, step))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """MANIFEST.json, whole and fitting the sizes of the files beside it. Raises BadData."""
+    try:
+        manifest = read_sealed(folder / MANIFEST)
+    except InputMissing:
+        raise BadData(f"{folder}: has no {MANIFEST}: it is no whole checkpoint") from None
+    if manifest.get("format") != FORMAT:
+        raise BadData(f"{folder}: has format {manifest.get('format')}, this llmtrain reads {FORMAT}: update it")
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            raise BadData(f"{path}: holds {size} bytes, its manifest says {entry['bytes']}: use another checkpoint")
+    return manifest
+
+
+def _manifest_holds(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except LlmtrainError:
+        return False
+    return True
+
+
+def verify(folder: Path) -> Iterator[tuple[str, int]]:
+    """Hashes every file of a checkpoint against its manifest, yielding (name, bytes) of each. Raises BadData."""
+    for name, entry in read_manifest(folder)["files"].items():
+        if sha256_file(folder / name) != entry["sha256"]:
+            raise BadData(f"{folder / name}: is damaged (its sha256 differs): use another checkpoint")
+        yield name, entry["bytes"]
+
+
+def _load_flat(folder: Path, manifest: dict[str, Any], file: str, targets: dict[str, Tensor]) -> None:
+    """Reads the tensors of one file into CPU tensors, hashing on the way. Raises BadData."""
+    for name, (dtype, shape, _, _) in tensors.read_index(folder / file).items():
+        target = targets.get(name)
+        if target is None or (dtype, tuple(shape)) != (DTYPE_NAMES[target.dtype], tuple(target.shape)):
+            raise BadData(f"{folder / file}: tensor {name} {dtype} {tuple(shape)} is not this model's")
+    digest = tensors.read_into(folder / file, {name: _bytes(target) for name, target in targets.items()})
+    if digest != manifest["files"][file]["sha256"]:
+        raise BadData(f"{folder / file}: is damaged (its sha256 differs): use another checkpoint")
+
+
+def _read_state(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    if sha256_file(folder / STATE) != manifest["files"][STATE]["sha256"]:
+        raise BadData(f"{folder / STATE}: is damaged (its sha256 differs): use another checkpoint")
+    return read_json(folder / STATE)
+
+
+def _staged(flat: FlatParameters, device_buffer: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A CPU buffer of the same layout, the buffer itself where it is on the CPU, and its named views."""
+    on_host = device_buffer if device_buffer.device.type == "cpu" else torch.zeros_like(device_buffer, device="cpu")
+    return on_host, {name: flat.view(on_host, name) for name in flat.spans}
+
+
+def load(folder: Path, flat: FlatParameters, optimizer: AdamW | None = None) -> dict[str, Any]:
+    """Fills the masters (and the moments) from a checkpoint, rebuilds the narrow copies and returns state.json.
+
+    Raises BadData where anything does not verify; the buffers' contents are then undefined.
+    """
+    manifest = read_manifest(folder)
+    state = _read_state(folder, manifest)
+    on_host, views = _staged(flat, flat.master)
+    _load_flat(folder, manifest, MODEL, views)
+    flat.master.copy_(on_host)
+    if optimizer is not None:
+        buffers = {moment: _staged(flat, getattr(optimizer, moment)) for moment in MOMENTS}
+        named = {f"{m}.{name}": view for m, (_, views) in buffers.items() for name, view in views.items()}
+        _load_flat(folder, manifest, OPTIMIZER, named)
+        for moment, (buffer, _) in buffers.items():
+            getattr(optimizer, moment).copy_(buffer)
+        optimizer.count.fill_(state["optimizer"]["count"])
+        optimizer.skipped.fill_(state["optimizer"]["skipped"])
+    flat.refresh_narrow()
+    return state
+
+
+def restore_newest(
+    run_dir: Path, flat: FlatParameters, optimizer: AdamW
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Loads the newest checkpoint that verifies: (its state, or None where there is none; what had to be said).
+
+    One that does not verify is renamed to `*.corrupt`, so that it is neither counted nor met again.
+    """
+    said: list[str] = []
+    for step in list_steps(run_dir):
+        folder = folder_of(run_dir, step)
+        try:
+            return load(folder, flat, optimizer), said
+        except BadData as error:
+            aside = folder.with_name(folder.name + ".corrupt")
+            atomic.remove_tree(aside)
+            os.rename(folder, aside)
+            atomic.fsync_folder(folder.parent)
+            said.append(f"{error}; set aside as {aside.name}")
+    return None, said
+
+
+def newest_valid(run_dir: Path) -> Path:
+    """The folder of the newest checkpoint whose manifest and sizes hold. Raises InputMissing where there is none."""
+    for step in list_steps(run_dir):
+        if _manifest_holds(folder_of(run_dir, step)):
+            return folder_of(run_dir, step)
+    raise InputMissing(f"{run_dir}: holds no checkpoint: train it first, or name another run directory")
+
+
+def load_model(
+    folder: Path, device: torch.device | str = "cpu", precision: str = "fp32"
+) -> tuple[Transformer, ModelConfig, dict[str, Any]]:
+    """The model of a checkpoint for inference, its configuration and state.json. Raises InputMissing, BadData."""
+    if not folder.is_dir():
+        raise InputMissing(f"{folder}: no such checkpoint: check the path")
+    state = _read_state(folder, read_manifest(folder))
+    config = ModelConfig(**state["config"]["model"])
+    model = Transformer(config, device="meta")
+    flat = FlatParameters(model, device, COMPUTE_DTYPES[precision], with_gradients=False)
+    load(folder, flat)
+    return model, config, state

@@ -1,0 +1,221 @@
+"""What a training run is told. Imports no torch: the command line reads it.
+
+A field with `defines_run` in its metadata, and every field of the model, decides what the run computes: on `--resume`
+another value is refused. The others (intervals, device, the split into micro-batches) may change between attempts; the
+corpus is compared by content, so it may move.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from llmtrain.model.config import ModelConfig
+from llmtrain.storage.errors import ConfigMismatch
+
+DEFINES = {"defines_run": True}
+
+
+def _at_least(config: Any, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= low:
+            raise ValueError(f"{name} must be {low} or more, not {value}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    tokens: tuple[str, ...] = field(default=("data/corpus.u16",), metadata={"metavar": "[NAME=]PATH[:WEIGHT]"})
+    """Token file to train on; repeat it to mix several by weight."""
+    seq_len: int = field(default=1024, metadata=DEFINES)
+    """Length of a sample, in tokens."""
+    val_tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
+    """Held-out token file to evaluate on; repeat it to evaluate on several."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "seq_len")
+        if not self.tokens:
+            raise ValueError("tokens must name at least one token file")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = field(default=4e-4, metadata=DEFINES)
+    """Peak learning rate."""
+    weight_decay: float = field(default=0.01, metadata=DEFINES)
+    """Decoupled decay a step, times the learning rate; matrices only."""
+    beta1: float = field(default=0.9, metadata=DEFINES)
+    """Decay of AdamW's first moment."""
+    beta2: float = field(default=0.95, metadata=DEFINES)
+    """Decay of AdamW's second moment."""
+    adam_eps: float = field(default=1e-8, metadata=DEFINES)
+    """Added to the root of the second moment."""
+    grad_clip: float = field(default=1.0, metadata=DEFINES)
+    """Largest norm of the mean gradient; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "learning_rate", "weight_decay", "adam_eps", "grad_clip")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    total_steps: int | None = field(default=None, metadata=DEFINES)
+    """Optimizer steps of the run; default: as many as the epochs have."""
+    epochs: float = field(default=1.0, metadata=DEFINES)
+    """Passes over the corpus, where total_steps is not given."""
+    warmup_steps: int = field(default=2000, metadata=DEFINES)
+    """Steps of linear warmup before the cosine decay."""
+    min_lr_ratio: float = field(default=0.1, metadata=DEFINES)
+    """Learning rate at the end, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "total_steps")
+        _at_least(self, 0, "warmup_steps")
+        if not self.epochs > 0:
+            raise ValueError(f"epochs must be above 0, not {self.epochs}")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio must be in [0, 1], not {self.min_lr_ratio}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    run_dir: Path = field(default=Path("runs/default"), metadata={"metavar": "DIR"})
+    """Where the run keeps its configuration, metrics and checkpoints."""
+    batch_size: int = 8
+    """Sequences of one device batch (micro-batch)."""
+    accumulate: int = 1
+    """Device batches summed before one optimizer step."""
+    global_batch_size: int | None = None
+    """Sequences of one optimizer step; derives accumulate."""
+    precision: Literal["bf16", "fp32"] = field(default="bf16", metadata=DEFINES)
+    """Type of activations and matmul operands; weights, gradients and moments are FP32 either way."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: CUDA where there is a card."""
+    deterministic: bool = False
+    """Bit-equal results from run to run on CUDA too, at some cost in speed."""
+    seed: int = field(default=0, metadata=DEFINES)
+    """Seed of the initial weights and of the order of samples."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; the end of the run is always saved."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep; 2 or more."""
+    log_every: int = 10
+    """Steps between log lines."""
+    val_every: int = 0
+    """Steps between evaluations on val_tokens; 0: only at the start and at the end."""
+    val_windows: int = 256
+    """Windows of each held-out file that one evaluation reads, spread over it; 0: all."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch_size", "accumulate", "global_batch_size", "checkpoint_every", "log_every")
+        _at_least(self, 0, "seed", "val_every", "val_windows")
+        _at_least(self, 2, "keep_checkpoints")
+        if self.global_batch_size is not None and self.accumulate != 1:
+            raise ValueError(
+                f"accumulate {self.accumulate} and global_batch_size {self.global_batch_size} both say how many "
+                "sequences a step has: give one of them"
+            )
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.global_batch_size or self.batch_size * self.accumulate
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run is told; each part is a table of config.toml."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    run: RunConfig
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "run": RunConfig,
+}
+
+
+def tables_for_resume(saved: dict[str, dict[str, Any]], asked: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The saved tables with what was asked laid over them; both as `to_tables` has them.
+
+    Raises ConfigMismatch where that would make it another run.
+    """
+    merged = {section: dict(values) for section, values in saved.items()}
+    for section, values in asked.items():
+        fields = {f.name: f for f in dataclasses.fields(SECTIONS[section])}
+        for name, value in values.items():
+            defines = section == "model" or fields[name].metadata.get("defines_run", False)
+            left_open = section == "model" and name in ("vocab_size", "max_seq_len") and value == 0
+            if left_open:
+                continue
+            if defines and saved.get(section, {}).get(name) != value:
+                raise ConfigMismatch(
+                    f"{name} is {saved.get(section, {}).get(name)} in this run and was asked to be {value}: that would "
+                    f"be another run: leave --{name.replace('_', '-')} out, or start in another --run-dir"
+                )
+            merged.setdefault(section, {})[name] = value
+    run = merged["run"]
+    if asked.get("run", {}).keys() & {"batch_size", "accumulate", "global_batch_size"}:
+        before, now = _sequences_per_step(saved["run"]), _sequences_per_step(asked["run"], saved["run"])
+        if before != now:
+            raise ConfigMismatch(
+                f"a step of this run has {before} sequences, asked were {now}: keep --batch-size times --accumulate at "
+                f"{before}, or give --global-batch-size {before}"
+            )
+        if "accumulate" not in asked["run"]:
+            run.pop("accumulate", None)
+            run["global_batch_size"] = before
+        else:
+            run.pop("global_batch_size", None)
+    return merged
+
+
+def _sequences_per_step(run: dict[str, Any], saved: dict[str, Any] | None = None) -> int:
+    """As RunConfig has it. Over a saved run, another batch_size alone keeps the sequences of a step."""
+    if run.get("global_batch_size"):
+        return run["global_batch_size"]
+    if saved is not None and "accumulate" not in run:
+        return _sequences_per_step(saved)
+    return run.get("batch_size", (saved or {}).get("batch_size", 8)) * run.get("accumulate", 1)
+
+
+def to_tables(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """The configuration as plain TOML values; fields that are None are left out."""
+    tables: dict[str, dict[str, Any]] = {}
+    for section in SECTIONS:
+        values = {}
+        for name, value in dataclasses.asdict(getattr(config, section)).items():
+            if value is not None:
+                values[name] = str(value) if isinstance(value, Path) else value
+        tables[section] = values
+    return tables
+
+
+def to_toml(config: TrainConfig) -> str:
+    """config.toml of a run directory; tomllib reads it back."""
+    lines = []
+    for section, values in to_tables(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml_value(value)}" for name, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(c if c >= " " and c not in '\\"\x7f' else f"\\u{ord(c):04x}" for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return repr(value)

@@ -1,0 +1,96 @@
+"""A model's parameters as views of a few flat buffers, so that one kernel or one collective serves them all.
+
+Masters and gradients are FP32 (or FP64), narrow copies are in the compute dtype. Matrices come first and vectors after
+them, because weight decay touches matrices only: it ends at one index.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.kernels.rotary import rotary_tables
+from llmtrain.model.transformer import Transformer
+
+# Each tensor starts at a multiple of this many elements: 256 bytes in bf16, what cuBLAS and 16-byte loads want.
+ALIGNMENT = 128
+
+
+@dataclass
+class Span:
+    """Where a parameter lies in the flat buffers, in elements."""
+
+    begin: int
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel()
+
+
+class FlatParameters:
+    """Takes over the parameters of `model`, which may be on the meta device: afterwards they are on `device`, zero.
+
+    `with_gradients` allocates their gradients too; the compute dtype decides whether narrow copies exist.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        device: torch.device | str,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype = torch.float32,
+        with_gradients: bool = True,
+    ) -> None:
+        named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)  # stable: matrices first
+        self.spans: dict[str, Span] = {}
+        self.n_decayed = position = 0
+        for name, parameter in named:
+            self.spans[name] = Span(position, parameter.shape)
+            position += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            if parameter.dim() >= 2:
+                self.n_decayed = position
+
+        self.master = torch.zeros(position, dtype=master_dtype, device=device)
+        self.grad = torch.zeros_like(self.master) if with_gradients else None
+        narrow = compute_dtype != master_dtype
+        self.narrow = torch.zeros(position, dtype=compute_dtype, device=device) if narrow else None
+
+        modules = dict(model.named_modules())
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name in self.spans:
+            owner, _, attribute = name.rpartition(".")
+            parameter = nn.Parameter(self.view(self.master, name), requires_grad=with_gradients)
+            setattr(modules[owner], attribute, parameter)
+            self.parameters[name] = parameter
+            if self.grad is not None:
+                parameter.grad = self.view(self.grad, name)
+            if self.narrow is not None:
+                parameter.narrow_copy = self.view(self.narrow, name)  # type: ignore[attr-defined]
+        c = model.config
+        model.cos, model.sin = rotary_tables(c.max_seq_len, c.head_dim, c.rope_theta, device)
+        model.compute_dtype = compute_dtype
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The part of a flat buffer that belongs to a parameter, in its shape."""
+        span = self.spans[name]
+        return flat[span.begin : span.end].view(span.shape)
+
+    def refresh_narrow(self) -> None:
+        """Rebuilds the narrow copies: after every write of the masters that is not the optimizer's own."""
+        if self.narrow is not None:
+            self.narrow.copy_(self.master)
+
+    def mark_gradients_stale(self) -> None:
+        """The next gradient of each parameter overwrites what is there, instead of adding to it."""
+        for parameter in self.parameters.values():
+            parameter.grad_stale = True  # type: ignore[attr-defined]
+
+    def clear_unwritten_gradients(self) -> None:
+        """Zeroes what the first micro-batch left untouched, an expert without tokens say: it would still hold the
+        gradient of the step before."""
+        for parameter in self.parameters.values():
+            if parameter.grad_stale:  # type: ignore[attr-defined]
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+                parameter.grad_stale = False  # type: ignore[attr-defined]

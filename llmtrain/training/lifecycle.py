@@ -1,0 +1,49 @@
+"""How a run ends: signals ask for it, status.json says it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from llmtrain.storage import atomic
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopFlag:
+    """Inside the block TERM and INT raise a flag that the loop polls; a second signal ends the process at once, with
+    the last checkpoint whole as it always is."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopFlag":
+        self._before = {number: signal.signal(number, self._raise_flag) for number in SIGNALS}
+        return self
+
+    def _raise_flag(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def name(self) -> str:
+        """Of the signal that came, such as SIGTERM."""
+        return signal.Signals(self.signal).name if self.signal is not None else "none"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def write_status(run_dir: Path, state: str, reason: str, step: int, exit_code: int | None = None) -> None:
+    """RUN/status.json: state is running, finished, stopped or failed; reason is for a person."""
+    status = {"state": state, "reason": reason, "step": step, "exit_code": exit_code}
+    atomic.write_json(run_dir / "status.json", {**status, "pid": os.getpid(), "time": time.time()})

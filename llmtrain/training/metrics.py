@@ -1,0 +1,123 @@
+"""What a run says: RUN/metrics.jsonl for programs, a line on the console for people."""
+
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from llmtrain.storage.journal import JsonLines
+from llmtrain.training.plan import Plan
+
+
+class Throughput:
+    """Tokens and seconds of training alone: what evaluations and saves take is left out by `pause` and `resume`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.tokens = 0
+        self.steps = 0
+        self._since: float | None = None
+
+    def resume(self) -> None:
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.steps += 1
+
+    def take(self) -> tuple[float, float]:
+        """(tokens a second, ms a step) since the last call; the device must have been waited for. Starts anew."""
+        running = self._since is not None
+        self.pause()
+        seconds = max(self.seconds, 1e-9)
+        rates = self.tokens / seconds, 1e3 * seconds / max(self.steps, 1)
+        self.seconds, self.tokens, self.steps = 0.0, 0, 0
+        if running:
+            self.resume()
+        return rates
+
+
+def memory() -> dict[str, float]:
+    """Peak GiB of the device's allocator (0 on the CPU) and peak resident MiB of this process."""
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else 0.0
+    scale = 2**20 if sys.platform == "darwin" else 2**10
+    return {"peak_gib": peak, "host_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale}
+
+
+class RunLog:
+    """Writes RUN/metrics.jsonl and the console. On a terminal the newest train line stays in place at the bottom;
+    elsewhere each is a line of its own."""
+
+    def __init__(self, run_dir: Path, attempt: int, plan: Plan, console: Console | None = None) -> None:
+        self.journal = JsonLines(run_dir / "metrics.jsonl")
+        self.attempt = attempt
+        self.plan = plan
+        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        if self.live:
+            self.live.start()
+
+    def line(self, text: str) -> None:
+        """A line for people only."""
+        self.console.print(Text(text))
+
+    def write(self, kind: str, step: int, tokens: int, **fields: Any) -> None:
+        """A line for programs."""
+        self.journal.append(
+            {"kind": kind, "step": step, "tokens": tokens, "time": time.time(), "attempt": self.attempt, **fields}
+        )
+
+    def event(self, step: int, tokens: int, name: str, text: str, **fields: Any) -> None:
+        """Something that happened: to both."""
+        self.write("event", step, tokens, event=name, text=text, **fields)
+        self.line(f"step {step}: {text}")
+
+    def train(self, step: int, tokens: int, epoch: float, figures: dict[str, float], lr: float, rate: float) -> None:
+        """A train line; `figures` are of this very step, `rate` is tokens a second since the line before."""
+        peak = self.plan.peak_flops
+        achieved = rate * self.plan.flops_per_token
+        mfu = achieved / peak if peak else None
+        ppl = math.exp(min(figures["lm_loss"], 700.0))
+        fields = {**figures, "ppl": ppl, "lr": lr, "epoch": epoch, "tok_per_s": rate, "mfu": mfu, "hfu": mfu}
+        self.write("train", step, tokens, **fields, tflops=achieved / 1e12, **memory())
+        left = (self.plan.total_samples - self.plan.samples(step)) * (tokens / max(1, self.plan.samples(step)))
+        share = f"mfu {mfu:.1%}" if mfu is not None else f"{achieved / 1e12:.3g} TFLOP/s"
+        text = (
+            f"epoch {epoch:.2f} step {step}/{self.plan.total_steps} loss {figures['lm_loss']:.4f} ppl {ppl:.2f} "
+            f"aux {figures['aux_loss']:.4f} lr {lr:.2e} grad {figures['grad_norm']:.2f} tok/s {rate:,.0f} {share} "
+            f"eta {duration(left / rate)}"
+        )
+        if self.live:
+            self.live.update(Text(text), refresh=True)
+        else:
+            self.line(text)
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()
+        self.journal.sync()
+        self.journal.close()
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 45s, 12m30s, 3h05m, 2d04h."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    if seconds < 86400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"

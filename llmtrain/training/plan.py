@@ -1,0 +1,101 @@
+"""The arithmetic of a run, said before its first step."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.corpus.order import SampleOrder
+from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
+from llmtrain.training.config import TrainConfig
+
+MFU_GUESS = 0.4
+"""Share of the peak that the expected hours assume, until the first log line knows better."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Derived numbers that the loop and the log need too."""
+
+    total_samples: int
+    total_steps: int
+    sequences_per_step: int
+    flops_per_token: float
+    peak_flops: float | None
+    """FLOP/s of the device; None where its name is not in the table."""
+
+    def samples(self, step: int) -> int:
+        """Samples consumed after `step` steps."""
+        return min(step * self.sequences_per_step, self.total_samples)
+
+
+def make_plan(config: TrainConfig, order: SampleOrder, device_name: str) -> Plan:
+    """Steps from total_steps, or from epochs; only the last step may be partial."""
+    per_step = config.run.sequences_per_step
+    if config.schedule.total_steps is not None:
+        total_samples = config.schedule.total_steps * per_step
+    else:
+        total_samples = max(1, round(config.schedule.epochs * order.samples_per_epoch))
+    return Plan(
+        total_samples=total_samples,
+        total_steps=math.ceil(total_samples / per_step),
+        sequences_per_step=per_step,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        peak_flops=peak_flops(device_name),
+    )
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Masters and two moments in FP32; headers and state.json are small beside them."""
+    return 12 * parameter_counts(config.model).total
+
+
+def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str) -> list[str]:
+    """The lines printed before step 0."""
+    model, run, seq_len = config.model, config.run, config.data.seq_len
+    counts = parameter_counts(model)
+    tokens_per_step = plan.sequences_per_step * seq_len
+    micro = math.ceil(plan.sequences_per_step / run.batch_size)
+    narrow = 2 if run.precision == "bf16" else 0
+    gib = counts.total / 2**30
+    saves = math.ceil(plan.total_steps / run.checkpoint_every)
+    on_disk = min(saves, run.keep_checkpoints) * checkpoint_bytes(config)
+    free = shutil.disk_usage(_existing(run.run_dir)).free
+    total_tokens = plan.total_samples * seq_len
+    lines = [
+        f"model       {counts.total:,} parameters, {counts.active:,} active: "
+        f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
+        f"{model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size:,}",
+        f"device      {device_name}, {run.precision}" + (", deterministic" if run.deterministic else ""),
+        f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
+        f"micro-batch{'es' if micro > 1 else ''} of {run.batch_size}",
+        f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
+        f"{total_tokens / counts.total:.1f} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
+        "steps an epoch",
+    ]
+    for (name, epochs), source in zip(
+        order.source_epochs(plan.total_samples).items(), order.sources, strict=True
+    ):
+        lines.append(f"corpus      {name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs ({source.file.path})")
+    lines += [
+        f"memory      weights {4 * gib:.2f} + gradients {4 * gib:.2f} + moments {8 * gib:.2f} + operands "
+        f"{narrow * gib:.2f} GiB, and the activations of {run.batch_size} x {seq_len} tokens",
+        f"disk        {checkpoint_bytes(config) / 1e9:.2f} GB a checkpoint, {on_disk / 1e9:.2f} GB for those kept, "
+        f"{free / 1e9:.1f} GB free",
+        f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "
+        f"(classic {classic_flops_per_token(model, seq_len) / 1e6:,.1f}), "
+        f"{plan.flops_per_token * total_tokens / 1e18:,.4g} EFLOPs in all",
+    ]
+    if plan.peak_flops is not None:
+        hours = plan.flops_per_token * total_tokens / plan.peak_flops / MFU_GUESS / 3600
+        lines.append(f"time        {hours:,.2f} hours at {MFU_GUESS:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s")
+    else:
+        lines.append("time        known from the first log line on (no peak rate on record for this device)")
+    return lines
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    while not path.exists():
+        path = path.absolute().parent
+    return path

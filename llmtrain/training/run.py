@@ -1,0 +1,172 @@
+"""The run, from the plan to the last checkpoint: read `loop` from top to bottom."""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from llmtrain.corpus.batches import BatchStream
+from llmtrain.storage.errors import Diverged, LlmtrainError, StopRequested
+from llmtrain.storage.journal import JsonLines
+from llmtrain.storage.lock import RunLock
+from llmtrain.training import checkpoint, start
+from llmtrain.training.config import TrainConfig
+from llmtrain.training.lifecycle import StopFlag, write_status
+from llmtrain.training.metrics import RunLog, Throughput
+from llmtrain.training.plan import Plan, describe, make_plan
+from llmtrain.training.schedule import learning_rate
+from llmtrain.training.start import Started
+from llmtrain.training.step import make_deterministic
+from llmtrain.training.validate import validate
+
+
+def train(config: TrainConfig, resume: bool) -> None:
+    """Trains to the end, or to a signal (StopRequested). Raises LlmtrainErrors; what can be checked before the first
+    step is checked before anything is written."""
+    run_dir = config.run.run_dir
+    start.check_run_dir(run_dir, resume)
+    if config.run.deterministic:
+        make_deterministic()
+    device = start.pick_device(config.run.device)
+    config, order, validation = start.open_corpus(config)
+    start.make_folder(run_dir)
+    with RunLock(run_dir / "lock"), StopFlag() as stop:
+        run = start.start(config, order, validation, device, resume)
+        plan = make_plan(config, order, start.device_name(device))
+        log = RunLog(run_dir, _attempt(run_dir), plan)
+        try:
+            _begin(run, plan, log)
+            loop(run, plan, log, stop)
+        except LlmtrainError as error:
+            state = "stopped" if isinstance(error, StopRequested) else "failed"
+            write_status(run_dir, state, str(error), run.at_step, error.exit_code)
+            raise
+        except BaseException as error:
+            write_status(run_dir, "failed", f"{type(error).__name__}: {error}", run.at_step, 70)
+            raise
+        finally:
+            log.close()
+
+
+def _attempt(run_dir: Path) -> int:
+    """1 for the first process that works on a run, and one more for each that follows."""
+    path = run_dir / "metrics.jsonl"
+    return 1 + max((line.get("attempt", 0) for line in JsonLines.read(path)), default=0) if path.exists() else 1
+
+
+def _begin(run: Started, plan: Plan, log: RunLog) -> None:
+    """Puts the run directory in order and says the plan."""
+    at, samples = run.at_step, plan.samples(run.at_step)
+    notes = start.prepare_run_dir(run.config, run.order) + run.notes
+    log.journal.rewrite(lambda line: line.get("kind") == "event" or line.get("step", 0) <= at)
+    for line in describe(run.config, plan, run.order, start.device_name(run.device)):
+        log.line(line)
+    tokens = samples * run.config.data.seq_len
+    environment = start.environment(run.device)
+    log.event(at, tokens, "start", f"starts at step {at} of {plan.total_steps}", environment=environment)
+    for note in notes:
+        log.event(at, tokens, "note", note)
+    write_status(run.config.run.run_dir, "running", f"since step {at}", at)
+
+
+def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> None:
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    text = f"first step after {seconds:.1f} s"
+    if run.step.why_not_captured:
+        text += f"; not captured in CUDA graphs, so slower: {run.step.why_not_captured}"
+    log.event(run.at_step, tokens, "first_step", text, seconds=seconds)
+
+
+def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
+    """Trains from run.at_step to the plan's end."""
+    settings, seq_len, step = run.config.run, run.config.data.seq_len, run.step
+    saved_at = run.at_step if run.at_step else -1
+    first = run.at_step + 1
+    throughput = Throughput()
+    began, waited = time.perf_counter(), 0.0
+
+    def tokens() -> int:
+        return plan.samples(run.at_step) * seq_len
+
+    def save() -> None:
+        nonlocal saved_at
+        if saved_at == run.at_step:
+            return
+        throughput.pause()
+        log.journal.sync()  # the lines of a step must be there before the checkpoint that makes them count
+        since = time.perf_counter()
+        state = run.state(plan.samples(run.at_step))
+        folder = checkpoint.save(settings.run_dir, run.at_step, step.flat, step.optimizer, state)
+        checkpoint.rotate(settings.run_dir, settings.keep_checkpoints)
+        seconds = time.perf_counter() - since
+        log.event(run.at_step, tokens(), "checkpoint", f"saved {folder} in {seconds:.2f} s", seconds=seconds)
+        saved_at = run.at_step
+        throughput.resume()
+
+    def evaluate() -> None:
+        throughput.pause()
+        for source in run.validation:
+            figures = validate(step.model, source, run.config, run.device)
+            log.write("eval", run.at_step, tokens(), source=source.name, **figures)
+            log.line(f"step {run.at_step}: {source.name} " + ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+        throughput.resume()
+
+    if run.at_step >= plan.total_steps:
+        log.line(f"the run is finished: {plan.total_steps} steps are done")
+        write_status(settings.run_dir, "finished", "all steps are done", run.at_step, 0)
+        return
+    if run.at_step == 0:
+        evaluate()
+
+    stream = BatchStream(
+        run.order,
+        start=plan.samples(run.at_step),
+        stop=plan.total_samples,
+        sequences_per_step=plan.sequences_per_step,
+        batch_size=settings.batch_size,
+        device=run.device,
+    )
+    with stream:
+        throughput.resume()
+        while run.at_step < plan.total_steps:
+            if stop:
+                save()
+                raise StopRequested(
+                    f"stopped by {stop.name} at step {run.at_step} of {plan.total_steps}, saved in "
+                    f"{checkpoint.folder_of(settings.run_dir, run.at_step)}: --resume goes on"
+                )
+
+            samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
+            lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
+            for i in range(math.ceil(samples / settings.batch_size)):
+                batch = next(stream)
+                step.micro_step(batch.ids, batch.targets, first=i == 0)
+            step.optimizer_step(lr)
+            run.at_step += 1
+            throughput.add(samples * seq_len)
+
+            last = run.at_step == plan.total_steps
+            if run.at_step == first:
+                _say_first_step(run, log, tokens(), began)
+            if run.at_step % settings.log_every == 0 or run.at_step == first or last:
+                figures = step.metrics()
+                rate, step_ms = throughput.take()
+                data_ms = 1e3 * (stream.wait_seconds - waited)
+                waited = stream.wait_seconds
+                epoch = plan.samples(run.at_step) / run.order.samples_per_epoch
+                log.train(run.at_step, tokens(), epoch, {**figures, "step_ms": step_ms, "data_ms": data_ms}, lr, rate)
+                if not math.isfinite(figures["lm_loss"]):
+                    raise Diverged(
+                        f"the loss of step {run.at_step} is {figures['lm_loss']}: lower --learning-rate or raise "
+                        f"--warmup-steps, and start from the checkpoint of step {saved_at}"
+                    )
+            if settings.val_every and run.at_step % settings.val_every == 0 and not last:
+                evaluate()
+            if run.at_step % settings.checkpoint_every == 0 or last:
+                save()
+    evaluate()
+    log.line(f"finished: {plan.total_steps} steps, {tokens():,} tokens")
+    write_status(settings.run_dir, "finished", "all steps are done", run.at_step, 0)

@@ -1,0 +1,194 @@
+"""From a configuration to a run that is ready for its next step, or one line that says why not."""
+
+import dataclasses
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain import __version__
+from llmtrain.corpus.order import SampleOrder, Source, parse_sources
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.model.transformer import Transformer
+from llmtrain.storage import atomic
+from llmtrain.storage.errors import ConfigMismatch, UsageError, write_error
+from llmtrain.storage.manifest import sha256_file
+from llmtrain.training import checkpoint
+from llmtrain.training.config import TrainConfig, to_tables, to_toml
+from llmtrain.training.flat import FlatParameters
+from llmtrain.training.optimizer import AdamW
+from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
+
+
+def pick_device(asked: str) -> torch.device:
+    """What "auto" is: CUDA where there is a card. Raises UsageError for CUDA where there is none."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is visible: see nvidia-smi and torch's build, or --device cpu")
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(asked)
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def open_sources(specs: tuple[str, ...], vocab_size: int) -> list[Source]:
+    """Opens token files; vocab_size 0: as their manifests say."""
+    opened = [(name, TokenFile.open(path, vocab_size or None), weight) for name, path, weight in parse_sources(specs)]
+    return [Source(name, file, weight) for name, file, weight in opened]
+
+
+def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
+    """Fills in what the corpus decides: the vocabulary and the longest context."""
+    made_by = {s.file.manifest["tokenizer"]["sha256"]: s for s in sources if s.file.manifest}
+    if len(made_by) > 1:
+        one, other = list(made_by.values())[:2]
+        raise ConfigMismatch(
+            f"{one.file.path} and {other.file.path} come from different tokenizers: tokenize both with one"
+        )
+    model = config.model
+    vocab_size = model.vocab_size or max(source.file.vocab_size for source in sources)
+    max_seq_len = model.max_seq_len or 2 * config.data.seq_len
+    if max_seq_len < config.data.seq_len:
+        raise UsageError(f"--max-seq-len {max_seq_len} is below --seq-len {config.data.seq_len}: raise it")
+    return dataclasses.replace(
+        config, model=dataclasses.replace(model, vocab_size=vocab_size, max_seq_len=max_seq_len)
+    )
+
+
+def corpus_identity(sources: list[Source]) -> list[dict[str, Any]]:
+    """What makes a corpus the same one, wherever its files lie."""
+    return [{"weight": s.weight, "tokens": s.file.tokens, "sha256": _content_hash(s.file)} for s in sources]
+
+
+def _content_hash(file: TokenFile) -> str:
+    """Of the hashes in the manifest; without one, of the first and last MiB of ids."""
+    if file.manifest is not None:
+        return hashlib.sha256("".join(file.manifest["sha256"]).encode()).hexdigest()
+    digest = hashlib.sha256(file.ids[: 1 << 19].tobytes())
+    digest.update(file.ids[-(1 << 19) :].tobytes())
+    return digest.hexdigest()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What bit-equality rests on beside the configuration."""
+    return {
+        "llmtrain": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@dataclass
+class Started:
+    """A run that is ready: its parts, and where it stands."""
+
+    config: TrainConfig
+    order: SampleOrder
+    validation: list[Source]
+    device: torch.device
+    step: TrainStep
+    at_step: int
+    """Updates done so far."""
+    corpus: list[dict[str, Any]]
+    notes: list[str]
+    """What a person should know of the start: a damaged checkpoint, another version."""
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """state.json, the optimizer's counts aside."""
+        return {
+            "samples": samples,
+            "tokens": samples * self.config.data.seq_len,
+            "config": to_tables(self.config),
+            "corpus": self.corpus,
+            "environment": environment(self.device),
+        }
+
+
+def check_run_dir(run_dir: Path, resume: bool) -> None:
+    """Raises ConfigMismatch where a fresh run would mix with an older one."""
+    if not resume and checkpoint.list_steps(run_dir):
+        raise ConfigMismatch(
+            f"{run_dir}: holds checkpoints already: add --resume to go on with that run, or name another --run-dir"
+        )
+
+
+def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Source]]:
+    """Opens and checks every file of the run, before anything is written: (resolved configuration, order, held-out)."""
+    sources = open_sources(config.data.tokens, config.model.vocab_size)
+    config = resolve(config, sources)
+    order = SampleOrder(sources, config.data.seq_len, config.run.seed)
+    validation = open_sources(config.data.val_tokens, config.model.vocab_size) if config.data.val_tokens else []
+    if validation:
+        SampleOrder(validation, config.data.seq_len, 0)  # for its checks
+        resolve(config, sources + validation)
+    return config, order, validation
+
+
+def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
+    """Writes config.toml and tokenizer.json into the run directory; returns what a person should know."""
+    run_dir = config.run.run_dir
+    atomic.write_bytes(run_dir / "config.toml", to_toml(config).encode())
+    manifest = order.sources[0].file.manifest
+    if manifest is None or (run_dir / "tokenizer.json").exists():
+        return []
+    named = Path(manifest["tokenizer"]["file"])
+    for path in (named, order.sources[0].file.path.parent / named.name):
+        if path.is_file() and sha256_file(path) == manifest["tokenizer"]["sha256"]:
+            atomic.write_bytes(run_dir / "tokenizer.json", path.read_bytes())
+            return []
+    return [f"tokenizer {named} is not where the corpus was made: copy it to {run_dir / 'tokenizer.json'} to generate"]
+
+
+def make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(run_dir, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise write_error(error, run_dir) from None
+
+
+def start(
+    config: TrainConfig, order: SampleOrder, validation: list[Source], device: torch.device, resume: bool
+) -> Started:
+    """Builds the step and fills it, from the newest checkpoint that verifies or from the seed."""
+    corpus = corpus_identity(list(order.sources))
+    model = Transformer(config.model, device="meta")
+    flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
+    optimizer = AdamW(flat, config.optimizer)
+    state, notes = checkpoint.restore_newest(config.run.run_dir, flat, optimizer) if resume else (None, [])
+    at_step = 0
+    if state is None:
+        flat.master.zero_()
+        model.init_weights(config.run.seed)
+        flat.refresh_narrow()
+        optimizer.reset()
+    else:
+        at_step = state["step"]
+        if state["corpus"] != corpus:
+            raise ConfigMismatch(
+                f"{', '.join(config.data.tokens)}: is not the corpus that this run was started on: name that one with "
+                "--tokens, or start in another --run-dir"
+            )
+        now = environment(device)
+        for name, value in state["environment"].items():
+            if now.get(name) != value:
+                notes.append(f"{name} is {now.get(name)}, was {value}: losses may differ in their last bits from here")
+    train_step = TrainStep(model, flat, optimizer, config.run.batch_size, config.data.seq_len)
+    return Started(config, order, validation, device, train_step, at_step, corpus, notes)

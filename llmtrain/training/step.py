@@ -1,0 +1,165 @@
+"""One training step: micro-batches that add up sums, then one update that divides them.
+
+On CUDA the micro-step (forward and backward) and the update are captured once in CUDA graphs and replayed, so that the
+host only copies a batch and launches. The captures share one memory pool: they never run at the same time, and what
+outlives a replay (parameters, gradients, moments, inputs, sums) is allocated outside it.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from llmtrain.model.config import ModelConfig
+from llmtrain.model.transformer import Transformer
+from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.flat import FlatParameters
+from llmtrain.training.optimizer import AdamW
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def make_deterministic() -> None:
+    """Nothing is chosen by timing or summed in an order that varies. Before the first use of CUDA."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # The mode would otherwise fill every fresh tensor, which costs a memory pass an allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+class TrainStep:
+    """`micro_step` as often as the step has micro-batches, then `optimizer_step`. Neither waits for the device."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        flat: FlatParameters,
+        optimizer: AdamW,
+        batch_size: int,
+        seq_len: int,
+        capture: bool | None = None,
+    ) -> None:
+        self.model = model
+        self.flat = flat
+        self.optimizer = optimizer
+        device = flat.master.device
+        self.ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
+        self.targets = torch.zeros_like(self.ids)
+        # FP64, so that sums over any number of targets stay exact where the FP32 parts were.
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.last = torch.zeros(4, dtype=torch.float64, device=device)
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.why_not_captured: str | None = None
+        self.wants_capture = device.type == "cuda" if capture is None else capture
+        self.previous: torch.cuda.Event | None = None
+
+    @classmethod
+    def build(
+        cls,
+        model_config: ModelConfig,
+        optimizer_config: OptimizerConfig,
+        *,
+        batch_size: int,
+        seq_len: int,
+        precision: str = "bf16",
+        device: torch.device | str = "cpu",
+        deterministic: bool = False,
+        seed: int = 0,
+        capture: bool | None = None,
+    ) -> "TrainStep":
+        """A step on freshly initialised weights. precision: "bf16", "fp32" or (to check the others) "fp64".
+
+        capture: None means on CUDA only.
+        """
+        if deterministic:
+            make_deterministic()
+        dtype = COMPUTE_DTYPES[precision]
+        model = Transformer(model_config, device="meta")
+        master = torch.float64 if precision == "fp64" else torch.float32
+        flat = FlatParameters(model, device, dtype, master_dtype=master)
+        model.init_weights(seed)
+        flat.refresh_narrow()
+        return cls(model, flat, AdamW(flat, optimizer_config), batch_size, seq_len, capture)
+
+    def micro_step(self, ids: Tensor, targets: Tensor, first: bool) -> None:
+        """Adds the gradients and losses of one micro-batch, ids and targets (batch_size, seq_len) int64; `first` starts
+        the sums of a new step. Tensors in pinned memory may be reused once the copy is done on the current stream."""
+        self.ids.copy_(ids, non_blocking=True)
+        self.targets.copy_(targets, non_blocking=True)
+        if self.wants_capture and not self.graphs:
+            self._capture()
+        if self.graphs:
+            self.graphs["first" if first else "further"].replay()
+        else:
+            self._micro(first)
+
+    def optimizer_step(self, lr: float) -> None:
+        """Divides the sums by the number of targets and updates the weights at rate `lr`."""
+        self.optimizer.lr.fill_(lr)
+        if self.graphs:
+            self.graphs["update"].replay()
+        else:
+            self._update()
+        if self.flat.master.is_cuda:
+            # At most one step ahead: further would only grow the queue, and delay every signal by it.
+            if self.previous is not None:
+                self.previous.synchronize()
+            self.previous = torch.cuda.Event()
+            self.previous.record()
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step, and the only wait for the device. Losses are means over its targets, in nats."""
+        lm, aux, grad_norm, n_targets = self.last.tolist()
+        return {"lm_loss": lm, "aux_loss": aux, "grad_norm": grad_norm, "n_targets": n_targets}
+
+    def _micro(self, first: bool) -> None:
+        if first:
+            self.flat.mark_gradients_stale()
+            self.sums.zero_()
+        loss = self.model.loss(self.ids, self.targets)
+        (loss.lm + loss.aux).backward()
+        if first:
+            self.flat.clear_unwritten_gradients()
+        self.sums.add_(torch.stack([loss.lm.detach().double(), loss.aux.detach().double(), loss.n_targets.double()]))
+
+    def _update(self) -> None:
+        n_targets = self.sums[2]
+        grad_norm = self.optimizer.update(n_targets)
+        means = self.sums[:2] / n_targets
+        self.last.copy_(torch.stack([means[0], means[1], grad_norm, n_targets]))
+
+    def _capture(self) -> None:
+        """Captures the three graphs; what cannot be captured runs uncaptured, and `why_not_captured` says why."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        saved = self.sums.clone()
+        try:
+            with torch.cuda.stream(stream):
+                # Kernels are compiled and workspaces made before the capture. Zero targets make the update divide by
+                # zero, find a norm that is not finite, and change nothing.
+                self._micro(first=True)
+                self._micro(first=False)
+                self.sums.zero_()
+                skipped = self.optimizer.skipped.clone()
+                self._update()
+                self.optimizer.skipped.copy_(skipped)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            pool = torch.cuda.graph_pool_handle()
+            graphs = {}
+            bodies = {"first": lambda: self._micro(True), "further": lambda: self._micro(False), "update": self._update}
+            for name, body in bodies.items():
+                graphs[name] = torch.cuda.CUDAGraph()
+                # thread_local: the prefetch thread allocates pinned memory meanwhile, which is none of our business.
+                with torch.cuda.graph(graphs[name], pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    body()
+            self.graphs = graphs
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.graphs = {}
+            self.wants_capture = False
+            self.why_not_captured = str(error).splitlines()[0]
+            torch.cuda.synchronize()
+        self.sums.copy_(saved)

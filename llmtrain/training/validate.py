@@ -1,0 +1,39 @@
+"""Evaluation within a run."""
+
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from llmtrain.corpus import tokenizer as tokenizers
+from llmtrain.corpus.batches import held_out_batches
+from llmtrain.corpus.order import Source
+from llmtrain.model.evaluation import evaluate
+from llmtrain.model.transformer import Transformer
+from llmtrain.training.config import TrainConfig
+
+
+@functools.lru_cache(maxsize=1)
+def _token_bytes(path: Path, vocab_size: int, device: torch.device) -> torch.Tensor | None:
+    """Bytes of text of each id, (vocab_size,) int64; None where the run has no tokenizer."""
+    if not path.exists():
+        return None
+    known = torch.from_numpy(tokenizers.token_bytes(tokenizers.load(path))).long()
+    table = torch.zeros(vocab_size, dtype=torch.int64)
+    table[: len(known)] = known[:vocab_size]
+    return table.to(device)
+
+
+def validate(model: Transformer, source: Source, config: TrainConfig, device: torch.device) -> dict[str, float]:
+    """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file."""
+    batches = held_out_batches(
+        source.file, config.data.seq_len, config.run.batch_size, config.run.val_windows, device
+    )
+    table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
+    sums = evaluate(model, batches, table)
+    loss = sums.nats / sums.targets
+    figures = {"val_loss": loss, "ppl": math.exp(min(loss, 700.0))}
+    if sums.bytes:
+        figures["bits_per_byte"] = sums.nats / (math.log(2) * sums.bytes)
+    return figures
