@@ -9,16 +9,21 @@ A file without a manifest can be read too; then the caller says the vocabulary a
 
 import hashlib
 import json
+import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmtrain import __version__
 from llmtrain.storage import atomic
+from llmtrain.storage.errors import BadData, ConfigMismatch, UsageError, read_error
 
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
+MAX_VOCAB = 1 << 16
 
 
 def manifest_path(path: str | os.PathLike[str]) -> Path:
@@ -97,3 +102,239 @@ def write_manifest(
     }
     manifest["manifest_sha256"] = _manifest_hash(manifest)
     atomic.write_json(manifest_path(path), manifest)
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest beside the token file `path`, checked in itself; None where there is none."""
+    where = manifest_path(path)
+    try:
+        text = where.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise read_error(error, where) from None
+    try:
+        manifest = json.loads(text)
+    except ValueError:
+        raise BadData(f"{where}: is not JSON: make the token file anew") from None
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise BadData(f"{where}: is not the manifest of a token file: move it away or make the token file anew")
+    if manifest["format"] != FORMAT:
+        raise BadData(f"{where}: has format {manifest['format']}, this llmtrain reads format {FORMAT}: update it")
+    if manifest.get("manifest_sha256", "") not in ("", _manifest_hash(manifest)):
+        raise BadData(f"{where}: was altered after it was written (its own hash differs): make the token file anew")
+    if manifest.get("dtype") != "uint16":
+        raise BadData(f"{where}: dtype is {manifest.get('dtype')!r}, not 'uint16': make the token file anew")
+    for name, low, high in (
+        ("tokens", 1, 1 << 62),
+        ("documents", 0, 1 << 62),
+        ("vocab_size", 1, MAX_VOCAB),
+        ("max_id", 0, MAX_VOCAB - 1),
+        ("eos_id", 0, MAX_VOCAB - 1),
+    ):
+        value = manifest.get(name)
+        if type(value) is not int or not low <= value <= high:
+            raise BadData(f"{where}: {name} is {value!r}, not a number from {low} to {high}: make the token file anew")
+    for name in ("max_id", "eos_id"):
+        if manifest[name] >= manifest["vocab_size"]:
+            raise BadData(
+                f"{where}: {name} {manifest[name]} is beyond its vocab_size {manifest['vocab_size']}: "
+                "make the token file anew"
+            )
+    return manifest
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file that can be read. Raises InputMissing, StorageFailure."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise read_error(error, path) from None
+
+
+class TokenFile:
+    """An open token file. Nothing is read or hashed but what is asked for: a file of 100 GB opens at once.
+
+    path        the file's
+    tokens      how many ids it holds
+    documents   how many documents, 0 where unknown
+    manifest    as written by `write_manifest`, None where there is none
+    vocab_size  every id is below it: the manifest's and the caller's, whichever is smaller
+    eos_id      the id that ends each document, None where unknown
+    ids         (tokens,) uint16, mapped
+    doc_ends    (documents,) uint64, mapped: the end of each document in tokens; None where there is no index
+    """
+
+    def __init__(
+        self, path: Path, manifest: dict[str, Any] | None, vocab_size: int, ids: np.memmap, doc_ends: np.memmap | None
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.vocab_size = vocab_size
+        self.ids = ids
+        self.doc_ends = doc_ends
+        self.tokens = ids.size
+        self.documents: int = manifest["documents"] if manifest else 0
+        self.eos_id: int | None = manifest["eos_id"] if manifest else None
+        self._flat = np.asarray(ids)  # slices of a np.memmap cost microseconds more than those of an array
+        assert isinstance(ids.base, mmap.mmap)
+        self._map = ids.base
+        # Windows are read in random order: without this each page fault reads 128 KiB around a window of 2.
+        self._map.madvise(mmap.MADV_RANDOM)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], vocab_size: int | None = None) -> "TokenFile":
+        """Opens `path` and checks that file, manifest and index fit each other, in time that does not grow with them.
+
+        `vocab_size` is the model's; it must be given where there is no manifest.
+        Raises InputMissing (66): no such file; BadData (65): empty, odd length, a manifest or index that does not
+        fit; ConfigMismatch (78): ids beyond `vocab_size` by the manifest; UsageError (2): no vocabulary known.
+        """
+        path = Path(path)
+        if vocab_size is not None and not 0 < vocab_size:
+            raise UsageError(f"--vocab-size {vocab_size}: is not above 0")
+        size = _size(path)
+        manifest = _read_manifest(path)
+        if size == 0:
+            raise BadData(f"{path}: is empty: make the token file anew")
+        if size % 2:
+            raise BadData(f"{path}: its length of {size:,} bytes is odd, u16 ids take 2 each: make the token file anew")
+        if manifest is None:
+            if vocab_size is None:
+                raise UsageError(f"{path}: has no manifest ({manifest_path(path).name}): say its --vocab-size")
+        else:
+            if manifest["tokens"] * 2 != size:
+                raise BadData(
+                    f"{path}: holds {size // 2:,} tokens, its manifest says {manifest['tokens']:,}: "
+                    "make the token file anew"
+                )
+            if vocab_size is not None and manifest["max_id"] >= vocab_size:
+                raise ConfigMismatch(
+                    f"{path}: holds id {manifest['max_id']}, the model's vocabulary is {vocab_size}: "
+                    f"say --vocab-size {manifest['vocab_size']} or name another file"
+                )
+        limit = min(size for size in (vocab_size, manifest and manifest["vocab_size"]) if size is not None)
+        try:
+            ids = np.memmap(path, "<u2", "r")
+            doc_ends = cls._open_index(path, manifest) if manifest else None
+        except OSError as error:
+            raise read_error(error, path) from None
+        if ids.nbytes != size:
+            raise BadData(f"{path}: changes while it is opened: wait for its writer")
+        return cls(path, manifest, limit, ids, doc_ends)
+
+    @staticmethod
+    def _open_index(path: Path, manifest: Mapping[str, Any]) -> np.memmap | None:
+        """The document index, whose length and last entry must fit the manifest; None where there is none."""
+        where = docs_path(path)
+        documents = manifest["documents"]
+        if not where.exists() or not documents:
+            return None
+        size = _size(where)
+        if size != documents * 8:
+            raise BadData(
+                f"{where}: its length is {size:,} bytes, {documents:,} documents take {documents * 8:,}: "
+                "make the token file anew"
+            )
+        ends = np.memmap(where, "<u8", "r")
+        if int(ends[-1]) != manifest["tokens"]:
+            raise BadData(
+                f"{where}: its last document ends at {int(ends[-1]):,}, the file at {manifest['tokens']:,}: "
+                "make the token file anew"
+            )
+        return ends
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether it is known where documents begin."""
+        return self.doc_ends is not None or self.eos_id is not None
+
+    def windows(self, seq_len: int) -> int:
+        """How many windows of `seq_len` + 1 tokens it holds; neighbours share a token, the tail is dropped."""
+        return max(0, (self.tokens - 1) // seq_len)
+
+    def window(self, i: int, seq_len: int) -> np.ndarray:
+        """Window `i`: a view, (seq_len + 1,) uint16."""
+        if not 0 <= i < self.windows(seq_len):
+            raise IndexError(f"window {i} of {self.windows(seq_len)}")
+        return self._flat[i * seq_len : (i + 1) * seq_len + 1]
+
+    def gather(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
+        """windows (N,) int64 -> their ids, a copy (N, seq_len + 1) uint16, every one below `vocab_size`.
+
+        Raises BadData naming the position of an id that is not, or when the file was truncated since it was opened.
+        """
+        if self._map.size() < self.ids.nbytes:  # reading the lost part would kill the process (SIGBUS)
+            raise BadData(f"{self.path}: was truncated to {self._map.size():,} bytes while in use: make it anew")
+        table = np.lib.stride_tricks.as_strided(
+            self._flat, (self.windows(seq_len), seq_len + 1), (2 * seq_len, 2), writeable=False
+        )
+        ids = table[windows]
+        if ids.size and int(ids.max()) >= self.vocab_size:
+            row, column = divmod(int(np.argmax(ids >= self.vocab_size)), seq_len + 1)
+            raise BadData(
+                f"{self.path}: id {ids[row, column]} at token {int(windows[row]) * seq_len + column:,} is beyond the "
+                f"vocabulary of {self.vocab_size}: " + ("make it anew" if self.manifest else "check --vocab-size")
+            )
+        return ids
+
+    def borders(self, windows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin in gathered windows: windows (N,), ids (N, T + 1) -> rows (M,), columns (M,), int64.
+
+        A border is a column c in 1..T with a document beginning there; row-major order. Column 0 is not looked at.
+        From the index where there is one, else from the EOS ids; none where neither is known.
+        """
+        seq_len = ids.shape[1] - 1
+        if self.doc_ends is not None:
+            begins = windows * seq_len
+            # Keys of the index' own type: a search with int64 keys would convert the whole index to float64.
+            first = np.searchsorted(self.doc_ends, begins.astype(np.uint64), side="right")
+            last = np.searchsorted(self.doc_ends, (begins + seq_len).astype(np.uint64), side="right")
+            counts = last - first
+            rows = np.repeat(np.arange(len(windows)), counts)
+            which = np.arange(rows.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+            return rows, np.asarray(self.doc_ends[which]).astype(np.int64) - begins[rows]
+        if self.eos_id is not None:
+            rows, columns = np.nonzero(ids[:, :-1] == self.eos_id)
+            return rows, columns + 1
+        none = np.zeros(0, np.int64)
+        return none, none
+
+    def read_ahead(self, windows: np.ndarray, seq_len: int) -> None:
+        """Asks the system to bring `windows` into the page cache; does not wait."""
+        for begin in (windows * (2 * seq_len)).tolist():
+            aligned = begin - begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, aligned, begin - aligned + 2 * (seq_len + 1))
+
+    def verify(self) -> Iterator[int]:
+        """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.
+
+        Raises BadData naming the first block, document or count that differs; UsageError without a manifest.
+        """
+        if self.manifest is None:
+            raise UsageError(f"{self.path}: has no manifest, so there is nothing to verify it against")
+        hashes = self.manifest.get("sha256")
+        blocks = -(-self.ids.nbytes // BLOCK_BYTES)
+        if not isinstance(hashes, list) or len(hashes) != blocks:
+            raise BadData(f"{manifest_path(self.path)}: does not hold one hash for each of {blocks} blocks: make it anew")
+        documents, max_id, buffer = 0, 0, bytearray(BLOCK_BYTES)
+        with open(self.path, "rb") as file:
+            for block in range(blocks):
+                begin = block * BLOCK_BYTES
+                n = min(BLOCK_BYTES, self.ids.nbytes - begin)
+                view = memoryview(buffer)[:n]
+                if file.readinto(view) != n or hashlib.sha256(view).hexdigest() != hashes[block]:
+                    raise BadData(f"{self.path}: bytes {begin:,} to {begin + n:,} are damaged (their hash differs)")
+                ids = np.frombuffer(view, "<u2")
+                max_id = max(max_id, int(ids.max()))
+                ends = np.flatnonzero(ids == self.eos_id) + (begin // 2 + 1)
+                if self.doc_ends is not None:
+                    said = self.doc_ends[documents : documents + len(ends)]
+                    if not np.array_equal(said, ends.astype(np.uint64)):
+                        raise BadData(f"{docs_path(self.path)}: is damaged: a document does not end where its EOS id is")
+                documents += len(ends)
+                yield n
+        for name, found in (("documents", documents), ("max_id", max_id)):
+            if self.manifest[name] != found:
+                raise BadData(f"{manifest_path(self.path)}: {name} is {self.manifest[name]:,}, the file has {found:,}")

@@ -1,0 +1,188 @@
+"""Which window is sample i: a pure function of (corpus, seed, i) with no array of the corpus' length.
+
+Each epoch of a source is a keyed permutation of its windows. A mixture deals samples out in aligned blocks of
+1,000, each with the same count of every source, in a keyed order of its own.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.storage.errors import BadData, UsageError
+
+BLOCK = 1000
+ROUNDS = 6
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_STEPS = np.array([(i + 1) * _GOLDEN % 2**64 for i in range(ROUNDS)], np.uint64)[:, None]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): uint64 -> uint64, a bijection; `x` is overwritten."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _rounds(x: np.ndarray, keys: np.ndarray, a: int, b: int) -> np.ndarray:
+    """One pass of a Feistel network over Z_a x Z_b: x (N,) uint64 in [0, a * b), keys (ROUNDS, N or 1)."""
+    left, right = np.divmod(x, np.uint64(b))
+    for i in range(0, ROUNDS, 2):
+        left = (left + _mix(right + keys[i])) % np.uint64(a)
+        right = (right + _mix(left + keys[i + 1])) % np.uint64(b)
+    return left * np.uint64(b) + right
+
+
+def permute(index: np.ndarray, n: int, key: int | np.ndarray) -> np.ndarray:
+    """Where a keyed bijection of [0, n) sends `index`: int64 (any shape) -> int64 (the same shape).
+
+    `key` is a number below 2^64, or uint64 of `index`' shape: one permutation for each element. Memory is that of
+    `index`, whatever n. The network is an unbalanced Feistel over Z_a x Z_b with a, b about sqrt(n) (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"): a * b exceeds n by less than sqrt(n), so one index in
+    sqrt(n) walks on, and no walk is longer than a * b - n + 1, because a walk meets no value twice.
+    """
+    flat = np.asarray(index, np.int64).reshape(-1)
+    if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < n:
+        raise ValueError(f"index outside [0, {n})")
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    base = np.atleast_1d(np.asarray(key, np.uint64)).reshape(-1)
+    keys = _mix(base + _STEPS)  # (ROUNDS, N or 1)
+    out = _rounds(flat.astype(np.uint64), keys, a, b)
+    while (outside := np.flatnonzero(out >= n)).size:
+        out[outside] = _rounds(out[outside], keys if base.size == 1 else keys[:, outside], a, b)
+    return out.astype(np.int64).reshape(np.shape(index))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One token file of a mixture."""
+
+    name: str
+    file: TokenFile
+    weight: float
+    """Its share of the samples, relative to the other sources' weights."""
+
+
+def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
+    """Reads `[NAME=]PATH[:WEIGHT]` into (name, path, weight), in the order given.
+
+    NAME is the file's stem and WEIGHT 1 where not said. A `=` after a slash and a `:` before what is no number
+    belong to the path. Raises UsageError.
+    """
+    sources = []
+    for spec in specs:
+        head, equals, tail = spec.partition("=")
+        name, path = (head, tail) if equals and "/" not in head else ("", spec)
+        weight = 1.0
+        before, colon, after = path.rpartition(":")
+        if colon:
+            try:
+                path, weight = before, float(after)
+            except ValueError:
+                pass
+        name = name or Path(path).name.removesuffix(".u16")
+        if not path or (equals and path is tail and not head):
+            raise UsageError(f"--tokens {spec}: names no file: write [NAME=]PATH[:WEIGHT]")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise UsageError(f"--tokens {spec}: the weight {after} is not above 0: leave the source out or weigh it")
+        sources.append((name, path, weight))
+    if not sources:
+        raise UsageError("--tokens is missing: name a token file, [NAME=]PATH[:WEIGHT]")
+    names = [name for name, _, _ in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--tokens: two sources are called {name}: tell them apart with NAME=PATH")
+    return sources
+
+
+def block_counts(weights: Sequence[float]) -> list[int]:
+    """Samples of each source in a block of 1,000, by largest remainder; equal remainders go to the earlier one."""
+    exact = [BLOCK * weight / math.fsum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda s: (counts[s] - exact[s], s))
+    for s in by_remainder[: BLOCK - sum(counts)]:
+        counts[s] += 1
+    return counts
+
+
+class SampleOrder:
+    """The order of samples over `sources` at `seq_len` tokens a window: sample number -> (source, window).
+
+    Source s serves its windows in order of k = 0, 1, 2, ...: epoch k // windows of its own, and within an epoch
+    a permutation keyed by (seed, position of the source, epoch); what files are called does not matter.
+    Raises BadData for a file shorter than one window, UsageError for a weight below 1/1000 of the mixture.
+    """
+
+    def __init__(self, sources: Sequence[Source], seq_len: int, seed: int) -> None:
+        self.sources = tuple(sources)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.windows = np.array([source.file.windows(seq_len) for source in self.sources], np.int64)
+        for source, windows in zip(self.sources, self.windows, strict=True):
+            if windows == 0:
+                raise BadData(
+                    f"{source.file.path}: holds {source.file.tokens:,} tokens, a window of --seq-len {seq_len} needs "
+                    f"{seq_len + 1:,}: shorten --seq-len or add text"
+                )
+        self.counts = np.array(block_counts([source.weight for source in self.sources]), np.int64)
+        for source, count in zip(self.sources, self.counts, strict=True):
+            if count == 0:
+                raise UsageError(
+                    f"--tokens {source.name}: its weight is below 1/{BLOCK} of the mixture: raise it or leave it out"
+                )
+        keys = [hashlib.blake2b(f"{seed}/{s}".encode(), digest_size=8).digest() for s in range(len(self.sources) + 1)]
+        self._keys = np.array([int.from_bytes(key, "little") for key in keys], np.uint64)  # the last deals blocks
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Windows of all sources together."""
+        return int(self.windows.sum())
+
+    def _key(self, s: int, period: np.ndarray) -> np.ndarray:
+        """The key of each epoch (or block) number in `period` (N,): uint64 (N,)."""
+        return _mix(self._keys[s] + (period.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+
+    def _deal(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """samples (N,) -> the source of each (N,), and how many samples before it came from that source (N,)."""
+        if len(self.sources) == 1:
+            return np.zeros_like(samples), samples
+        blocks, row = np.unique(samples // BLOCK, return_inverse=True)
+        slots = np.broadcast_to(np.arange(BLOCK), (len(blocks), BLOCK))
+        dealt = permute(slots, BLOCK, np.repeat(self._key(-1, blocks), BLOCK))
+        dealt = np.searchsorted(np.cumsum(self.counts), dealt, side="right")  # (blocks, BLOCK): the slot's source
+        rank = np.empty_like(dealt)
+        for s in range(len(self.sources)):
+            mine = dealt == s
+            rank[mine] = (np.cumsum(mine, axis=1) - 1)[mine]
+        source = dealt[row, samples % BLOCK]
+        return source, samples // BLOCK * self.counts[source] + rank[row, samples % BLOCK]
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """samples (N,) int64, each >= 0 -> source index (N,) int64, window index in that source (N,) int64."""
+        source, turn = self._deal(np.asarray(samples, np.int64))
+        window = np.empty_like(turn)
+        for s, windows in enumerate(self.windows):
+            mine = np.flatnonzero(source == s) if len(self.sources) > 1 else slice(None)
+            epoch, position = np.divmod(turn[mine], windows)
+            window[mine] = permute(position, int(windows), self._key(s, epoch))
+        return source, window
+
+    def source_epochs(self, samples: int) -> dict[str, float]:
+        """How many times the first `samples` samples go through each source."""
+        blocks, rest = divmod(samples, BLOCK)
+        drawn = blocks * self.counts
+        if rest:
+            source, _ = self._deal(np.arange(samples - rest, samples))
+            drawn = drawn + np.bincount(source, minlength=len(self.sources))
+        return {
+            source.name: float(n / w) for source, n, w in zip(self.sources, drawn, self.windows, strict=True)
+        }
