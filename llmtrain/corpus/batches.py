@@ -18,7 +18,9 @@ from llmtrain.storage.errors import UsageError
 
 IGNORED = -100
 LOCATE_ROWS = 4096
-"""Samples located, and read ahead from disk, at a time: the permutation costs little only for many at once."""
+"""Samples located, and read ahead from disk, at a time: the permutation is cheap only for many at once."""
+FILL_TOKENS = 65536
+"""Small micro-batches are filled together up to this many tokens, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,14 @@ def _locate(order: SampleOrder, samples: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.where(samples < 0, -1, source), window
 
 
-def _fill(
-    order: SampleOrder, source: np.ndarray, window: np.ndarray, document_mask: bool, batch: Batch
-) -> Batch:
-    """Writes the rows located at `source`, `window` (B,) into the tensors of `batch`, on the host."""
+def _empty(rows: int, seq_len: int, pinned: bool) -> Batch:
+    """Tensors for a batch on the host, unwritten."""
+    ids, targets = (torch.empty((rows, seq_len), dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+    return Batch(ids, targets, torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned), rows)
+
+
+def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_mask: bool, batch: Batch) -> None:
+    """Writes the rows located at `source`, `window` (B,) into the host tensors of `batch`, (B, T)."""
     rows, seq_len = batch.ids.shape
     tokens = np.zeros((rows, seq_len + 1), np.uint16)
     starts = [np.arange(rows) * seq_len]
@@ -75,20 +81,17 @@ def _fill(
     ids, targets, doc_start = batch.ids.numpy(), batch.targets.numpy(), batch.doc_start.numpy()
     ids[:] = tokens[:, :-1]
     targets[:] = tokens[:, 1:]
-    missing = source < 0
-    targets[missing] = IGNORED
-    if document_mask:
+    targets[source < 0] = IGNORED
+    if document_mask and ends:
         targets.reshape(-1)[np.concatenate(ends)] = IGNORED
     begin = np.sort(np.concatenate(starts))  # flat position of each run of one document
-    length = np.diff(begin, append=rows * seq_len)
+    length = np.append(begin[1:], rows * seq_len) - begin
     doc_start.reshape(-1)[:] = np.repeat((begin % seq_len).astype(np.int32), length)
-    return Batch(batch.ids, batch.targets, batch.doc_start, rows - int(missing.sum()))
 
 
-def _empty(rows: int, seq_len: int, pinned: bool) -> Batch:
-    """Tensors for a batch on the host, unwritten."""
-    ids, targets = (torch.empty((rows, seq_len), dtype=torch.int64, pin_memory=pinned) for _ in range(2))
-    return Batch(ids, targets, torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned), 0)
+def _rows(batch: Batch, begin: int, end: int, sequences: int) -> Batch:
+    """A part of a batch, sharing its memory."""
+    return Batch(batch.ids[begin:end], batch.targets[begin:end], batch.doc_start[begin:end], sequences)
 
 
 def check_document_mask(order: SampleOrder) -> None:
@@ -106,7 +109,9 @@ def assemble(order: SampleOrder, samples: np.ndarray, document_mask: bool = Fals
     if document_mask:
         check_document_mask(order)
     source, window = _locate(order, samples)
-    return _fill(order, source, window, document_mask, _empty(len(samples), order.seq_len, pinned=False))
+    batch = _empty(len(samples), order.seq_len, pinned=False)
+    _fill(order, source, window, document_mask, batch)
+    return _rows(batch, 0, len(samples), int((samples >= 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -117,16 +122,27 @@ class _Pinned:
     copied: torch.cuda.Event
 
 
+@dataclass(frozen=True)
+class _Filled:
+    """Rows of a few micro-batches, on their way from the thread to the consumer."""
+
+    batch: Batch
+    sequences: list[int]
+    """of each micro-batch"""
+    pinned: _Pinned | None
+
+
 class BatchStream:
-    """The batches of samples `start` to `stop`, in order, on `device`; a thread makes up to `depth` in advance.
+    """The batches of samples `start` to `stop`, in order, on `device`, made in advance by a thread.
 
-    On CUDA the thread writes pinned buffers. `__next__` itself copies one to the device, on the caller's current
-    stream, and records the buffer's event right behind the copy; the thread waits for that event before it writes
-    the buffer again. So a batch that was handed out is the caller's alone, and nobody waits for the device but the
-    thread. On the CPU each batch has memory of its own.
+    The thread fills one host buffer after the other, with one micro-batch or with as many as 65,536 tokens are, and
+    is at most `depth` buffers ahead. On CUDA they are pinned and used again: the consumer copies one to the device
+    on its current stream, records the buffer's event right behind the copy and gives the buffer back; the thread
+    waits for that event before it writes. So a batch that was handed out is the caller's alone, and only the thread
+    ever waits for the device. On the CPU each buffer is fresh memory.
 
-    What the thread raises (BadData for an id beyond the vocabulary) is raised by `__next__`, after the batches
-    before it. `wait_seconds` is how long `__next__` has waited for the thread, in all.
+    What the thread raises (BadData for an id beyond the vocabulary) is raised by `__next__`, in its turn.
+    `wait_seconds` is how long `__next__` has waited for the thread, in all.
     """
 
     def __init__(
@@ -147,34 +163,43 @@ class BatchStream:
         self._order = order
         self._document_mask = document_mask
         self._device = torch.device(device)
+        self._batch_size = batch_size
+        self._per_fill = max(1, FILL_TOKENS // (batch_size * order.seq_len))
         self._groups = micro_batches(
             start=start, stop=stop, sequences_per_step=sequences_per_step, batch_size=batch_size
         )
-        # What the thread may write into next: None asks for fresh memory.
+        # What the thread may write into next; None stands for fresh memory.
         self._free: queue.SimpleQueue[_Pinned | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[tuple[Batch, _Pinned | None] | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Filled | BaseException | None] = queue.SimpleQueue()
         for _ in range(depth):
             pinned = None
             if self._device.type == "cuda":
-                buffers = _empty(batch_size, order.seq_len, pinned=True)
-                pinned = _Pinned(buffers, torch.cuda.Event(blocking=True))
+                buffer = _empty(batch_size * self._per_fill, order.seq_len, pinned=True)
+                pinned = _Pinned(buffer, torch.cuda.Event(blocking=True))
             self._free.put(pinned)
         self._closed = threading.Event()
+        self._batches = self._take()
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
         self._thread.start()
 
+    def _fills(self) -> Iterator[np.ndarray]:
+        """The sample numbers of each fill, (a few * batch_size,)."""
+        while groups := list(islice(self._groups, self._per_fill)):
+            yield np.concatenate(groups)
+
     def _located(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(source, window) of each micro-batch, its windows asked for from disk one chunk of rows in advance."""
+        """(source, window) of the rows of each fill, asked for from disk some 4,096 rows before they are needed."""
+        fills = self._fills()
         ahead: list[tuple[np.ndarray, np.ndarray]] = []
-        chunk = 1  # the first batch waits for itself alone
-        while groups := list(islice(self._groups, chunk)):
-            samples = np.stack(groups)  # (groups, B)
-            source, window = _locate(self._order, samples.reshape(-1))
+        at_once = 1  # the first batch waits for no other
+        while chunk := list(islice(fills, at_once)):
+            source, window = _locate(self._order, np.concatenate(chunk))
             for s in range(len(self._order.sources)):
                 self._order.sources[s].file.read_ahead(window[source == s], self._order.seq_len)
             yield from ahead
-            ahead = list(zip(source.reshape(samples.shape), window.reshape(samples.shape), strict=True))
-            chunk = max(1, LOCATE_ROWS // samples.shape[1])
+            cuts = np.cumsum([len(samples) for samples in chunk])[:-1]
+            ahead = list(zip(np.split(source, cuts), np.split(window, cuts), strict=True))
+            at_once = max(1, LOCATE_ROWS // len(chunk[0]))
         yield from ahead
 
     def _work(self) -> None:
@@ -185,14 +210,39 @@ class BatchStream:
                 if self._closed.is_set():
                     return
                 if pinned is None:
-                    buffers = _empty(len(source), self._order.seq_len, pinned=False)
+                    batch = _empty(len(source), self._order.seq_len, pinned=False)
                 else:
                     pinned.copied.synchronize()
-                    buffers = pinned.batch
-                self._ready.put((_fill(self._order, source, window, self._document_mask, buffers), pinned))
+                    batch = _rows(pinned.batch, 0, len(source), len(source))
+                _fill(self._order, source, window, self._document_mask, batch)
+                sequences = (source >= 0).reshape(-1, self._batch_size).sum(1).tolist()
+                self._ready.put(_Filled(batch, sequences, pinned))
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
+
+    def _take(self) -> Iterator[Batch]:
+        """The consumer's side: each buffer to the device, the buffer back to the thread, then its micro-batches."""
+        while True:
+            began = time.perf_counter()
+            made = self._ready.get()
+            self.wait_seconds += time.perf_counter() - began
+            if made is None:
+                return
+            if isinstance(made, BaseException):
+                raise made
+            batch = made.batch
+            if made.pinned is not None:
+                batch = Batch(
+                    batch.ids.to(self._device, non_blocking=True),
+                    batch.targets.to(self._device, non_blocking=True),
+                    batch.doc_start.to(self._device, non_blocking=True),
+                    batch.sequences,
+                )
+                made.pinned.copied.record(torch.cuda.current_stream(self._device))
+            self._free.put(made.pinned)
+            for i, sequences in enumerate(made.sequences):
+                yield _rows(batch, i * self._batch_size, (i + 1) * self._batch_size, sequences)
 
     def __iter__(self) -> "BatchStream":
         return self
@@ -200,28 +250,13 @@ class BatchStream:
     def __next__(self) -> Batch:
         if self._closed.is_set():
             raise StopIteration
-        began = time.perf_counter()
-        made = self._ready.get()
-        self.wait_seconds += time.perf_counter() - began
-        if made is None or isinstance(made, BaseException):
-            self.close()
-            raise made or StopIteration
-        batch, pinned = made
-        if pinned is not None:
-            ids, targets, doc_start = (
-                part.to(self._device, non_blocking=True) for part in (batch.ids, batch.targets, batch.doc_start)
-            )
-            pinned.copied.record(torch.cuda.current_stream(self._device))
-            batch = Batch(ids, targets, doc_start, batch.sequences)
-        self._free.put(pinned)
-        return batch
+        return next(self._batches)
 
     def close(self) -> None:
-        """Ends the thread and waits for its end. Nothing comes after it; may be called twice."""
+        """Ends the thread and waits for its end; nothing comes after it. May be called again."""
         self._closed.set()
         self._free.put(None)  # wakes the thread
         self._thread.join()
-        self._groups = iter(())
 
     def __enter__(self) -> "BatchStream":
         return self

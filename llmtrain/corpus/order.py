@@ -20,25 +20,29 @@ ROUNDS = 6
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS = np.array([(i + 1) * _GOLDEN % 2**64 for i in range(ROUNDS)], np.uint64)[:, None]
+_SHIFTS = [np.uint64(shift) for shift in (30, 27, 31)]
+_FACTORS = [np.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): uint64 -> uint64, a bijection; `x` is overwritten."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x ^= x >> _SHIFTS[0]
+    x *= _FACTORS[0]
+    x ^= x >> _SHIFTS[1]
+    x *= _FACTORS[1]
+    x ^= x >> _SHIFTS[2]
     return x
 
 
 def _rounds(x: np.ndarray, keys: np.ndarray, a: int, b: int) -> np.ndarray:
     """One pass of a Feistel network over Z_a x Z_b: x (N,) uint64 in [0, a * b), keys (ROUNDS, N or 1)."""
-    left, right = np.divmod(x, np.uint64(b))
+    rows, columns = np.uint64(a), np.uint64(b)
+    # Each hash is reduced before it is added: a sum that wrapped at 2^64 would make it no bijection.
+    left, right = np.divmod(x, columns)
     for i in range(0, ROUNDS, 2):
-        left = (left + _mix(right + keys[i])) % np.uint64(a)
-        right = (right + _mix(left + keys[i + 1])) % np.uint64(b)
-    return left * np.uint64(b) + right
+        left = (left + _mix(right + keys[i]) % rows) % rows
+        right = (right + _mix(left + keys[i + 1]) % columns) % columns
+    return left * columns + right
 
 
 def permute(index: np.ndarray, n: int, key: int | np.ndarray) -> np.ndarray:
@@ -183,6 +187,4 @@ class SampleOrder:
         if rest:
             source, _ = self._deal(np.arange(samples - rest, samples))
             drawn = drawn + np.bincount(source, minlength=len(self.sources))
-        return {
-            source.name: float(n / w) for source, n, w in zip(self.sources, drawn, self.windows, strict=True)
-        }
+        return {source.name: float(n / w) for source, n, w in zip(self.sources, drawn, self.windows, strict=True)}

@@ -178,8 +178,7 @@ class TokenFile:
         self.documents: int = manifest["documents"] if manifest else 0
         self.eos_id: int | None = manifest["eos_id"] if manifest else None
         self._flat = np.asarray(ids)  # slices of a np.memmap cost microseconds more than those of an array
-        assert isinstance(ids.base, mmap.mmap)
-        self._map = ids.base
+        self._map: mmap.mmap = ids.base  # type: ignore[assignment]
         # Windows are read in random order: without this each page fault reads 128 KiB around a window of 2.
         self._map.madvise(mmap.MADV_RANDOM)
 
@@ -214,7 +213,8 @@ class TokenFile:
                     f"{path}: holds id {manifest['max_id']}, the model's vocabulary is {vocab_size}: "
                     f"say --vocab-size {manifest['vocab_size']} or name another file"
                 )
-        limit = min(size for size in (vocab_size, manifest and manifest["vocab_size"]) if size is not None)
+        known = [vocab_size] if vocab_size is not None else []
+        limit = min(known + [manifest["vocab_size"]] if manifest else known)
         try:
             ids = np.memmap(path, "<u2", "r")
             doc_ends = cls._open_index(path, manifest) if manifest else None
@@ -317,7 +317,9 @@ class TokenFile:
         hashes = self.manifest.get("sha256")
         blocks = -(-self.ids.nbytes // BLOCK_BYTES)
         if not isinstance(hashes, list) or len(hashes) != blocks:
-            raise BadData(f"{manifest_path(self.path)}: does not hold one hash for each of {blocks} blocks: make it anew")
+            raise BadData(
+                f"{manifest_path(self.path)}: does not hold one hash for each of {blocks} blocks: make it anew"
+            )
         documents, max_id, buffer = 0, 0, bytearray(BLOCK_BYTES)
         with open(self.path, "rb") as file:
             for block in range(blocks):
@@ -332,7 +334,9 @@ class TokenFile:
                 if self.doc_ends is not None:
                     said = self.doc_ends[documents : documents + len(ends)]
                     if not np.array_equal(said, ends.astype(np.uint64)):
-                        raise BadData(f"{docs_path(self.path)}: is damaged: a document does not end where its EOS id is")
+                        raise BadData(
+                            f"{docs_path(self.path)}: is damaged: a document does not end where its EOS id is"
+                        )
                 documents += len(ends)
                 yield n
         for name, found in (("documents", documents), ("max_id", max_id)):
