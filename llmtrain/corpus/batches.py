@@ -13,7 +13,8 @@ from itertools import islice
 import numpy as np
 import torch
 
-from llmtrain.corpus.order import SampleOrder
+from llmtrain.corpus.order import SampleOrder, Source
+from llmtrain.corpus.token_file import TokenFile
 from llmtrain.storage.errors import UsageError
 
 IGNORED = -100
@@ -112,6 +113,29 @@ def assemble(order: SampleOrder, samples: np.ndarray, document_mask: bool = Fals
     batch = _empty(len(samples), order.seq_len, pinned=False)
     _fill(order, source, window, document_mask, batch)
     return _rows(batch, 0, len(samples), int((samples >= 0).sum()))
+
+
+def held_out_batches(
+    file: TokenFile, seq_len: int, batch_size: int, windows: int, device: str | torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, targets), each (batch_size, seq_len) int64 on `device`, of `windows` windows spread evenly over `file`.
+
+    In the order of the file; 0 windows means all. The last batch is filled up with missing rows. Raises BadData for a
+    file shorter than a window or an id beyond the vocabulary.
+    """
+    order = SampleOrder([Source(file.path.name, file, 1.0)], seq_len, seed=0)
+    available = file.windows(seq_len)
+    count = min(windows or available, available)
+    chosen = np.arange(count) * available // count
+    for begin in range(0, count, batch_size):
+        window = np.zeros(batch_size, np.int64)
+        source = np.full(batch_size, -1)
+        present = chosen[begin : begin + batch_size]
+        window[: len(present)] = present
+        source[: len(present)] = 0
+        batch = _empty(batch_size, seq_len, pinned=False)
+        _fill(order, source, window, False, batch)
+        yield batch.ids.to(device), batch.targets.to(device)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from llmtrain import __version__
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import BadData, ConfigMismatch, UsageError, read_error
+from llmtrain.storage.manifest import read_json
 
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
@@ -107,24 +108,21 @@ def write_manifest(
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest beside the token file `path`, checked in itself; None where there is none."""
     where = manifest_path(path)
-    try:
-        text = where.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(where):
         return None
-    except OSError as error:
-        raise read_error(error, where) from None
-    try:
-        manifest = json.loads(text)
-    except ValueError:
-        raise BadData(f"{where}: is not JSON: make the token file anew") from None
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise BadData(f"{where}: is not the manifest of a token file: move it away or make the token file anew")
+    manifest = read_json(where)
+
+    def refuse(what: str) -> NoReturn:
+        raise BadData(f"{where}: {what}: make the token file anew with tokenize-corpus")
+
+    if "format" not in manifest:
+        refuse("is not the manifest of a token file")
     if manifest["format"] != FORMAT:
-        raise BadData(f"{where}: has format {manifest['format']}, this llmtrain reads format {FORMAT}: update it")
+        raise BadData(f"{where}: has format {manifest['format']!r}, this llmtrain reads format {FORMAT}: update it")
     if manifest.get("manifest_sha256", "") not in ("", _manifest_hash(manifest)):
-        raise BadData(f"{where}: was altered after it was written (its own hash differs): make the token file anew")
+        refuse("was altered after it was written, its own hash does not fit")
     if manifest.get("dtype") != "uint16":
-        raise BadData(f"{where}: dtype is {manifest.get('dtype')!r}, not 'uint16': make the token file anew")
+        refuse(f"dtype is {manifest.get('dtype')!r}, not 'uint16'")
     for name, low, high in (
         ("tokens", 1, 1 << 62),
         ("documents", 0, 1 << 62),
@@ -134,13 +132,19 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     ):
         value = manifest.get(name)
         if type(value) is not int or not low <= value <= high:
-            raise BadData(f"{where}: {name} is {value!r}, not a number from {low} to {high}: make the token file anew")
+            refuse(f"{name} is {value!r}, not a number from {low} to {high}")
     for name in ("max_id", "eos_id"):
         if manifest[name] >= manifest["vocab_size"]:
-            raise BadData(
-                f"{where}: {name} {manifest[name]} is beyond its vocab_size {manifest['vocab_size']}: "
-                "make the token file anew"
-            )
+            refuse(f"{name} {manifest[name]} is beyond its vocab_size {manifest['vocab_size']}")
+    for name in ("tokenizer", "engine"):
+        if not isinstance(manifest.get(name), dict):
+            refuse(f"{name} is {manifest.get(name)!r}, not an object")
+    for name in ("file", "sha256"):
+        if not isinstance(manifest["tokenizer"].get(name), str):
+            refuse(f"the tokenizer's {name} is missing")
+    blocks = -(-manifest["tokens"] * 2 // BLOCK_BYTES)
+    if not isinstance(manifest.get("sha256"), list) or list(map(type, manifest["sha256"])) != [str] * blocks:
+        refuse(f"sha256 does not hold one hash for each of its {blocks} blocks")
     return manifest
 
 
@@ -314,19 +318,13 @@ class TokenFile:
         """
         if self.manifest is None:
             raise UsageError(f"{self.path}: has no manifest, so there is nothing to verify it against")
-        hashes = self.manifest.get("sha256")
-        blocks = -(-self.ids.nbytes // BLOCK_BYTES)
-        if not isinstance(hashes, list) or len(hashes) != blocks:
-            raise BadData(
-                f"{manifest_path(self.path)}: does not hold one hash for each of {blocks} blocks: make it anew"
-            )
         documents, max_id, buffer = 0, 0, bytearray(BLOCK_BYTES)
         with open(self.path, "rb") as file:
-            for block in range(blocks):
+            for block, sha256 in enumerate(self.manifest["sha256"]):
                 begin = block * BLOCK_BYTES
                 n = min(BLOCK_BYTES, self.ids.nbytes - begin)
                 view = memoryview(buffer)[:n]
-                if file.readinto(view) != n or hashlib.sha256(view).hexdigest() != hashes[block]:
+                if file.readinto(view) != n or hashlib.sha256(view).hexdigest() != sha256:
                     raise BadData(f"{self.path}: bytes {begin:,} to {begin + n:,} are damaged (their hash differs)")
                 ids = np.frombuffer(view, "<u2")
                 max_id = max(max_id, int(ids.max()))
