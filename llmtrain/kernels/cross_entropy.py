@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.choice import TRITON, choose
 from llmtrain.kernels.weight import deliver_product, operand
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
+    triton = None
 
 IGNORED = -100
 """A target that counts for nothing."""
+
+LOGITS_BYTES = {"cuda": 768 << 20, "cpu": 64 << 20}
+"""What a chunk of logits may take. A GPU wants few large matmuls, a CPU's cores want their part in the cache."""
 
 
 def cross_entropy_in_place_reference(
@@ -37,6 +47,105 @@ def cross_entropy_in_place_reference(
     return losses, z
 
 
+if triton is not None:
+
+    @triton.jit
+    def _cross_entropy_kernel(
+        logits, targets, losses, zs, stride, n_columns, z_loss,
+        WITH_GRADIENT: tl.constexpr, IGNORED: tl.constexpr, RESIDENT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        target = tl.load(targets + row)
+        counted = target != IGNORED
+        target_column = target.to(tl.int32)
+        x_row = logits + row * stride
+        # Read before the first store into this row: the reductions below are barriers in between.
+        at_target = tl.load(x_row + tl.where(counted, target, 0)).to(tl.float32)
+        columns = tl.arange(0, BLOCK)
+        if RESIDENT:
+            x = tl.load(x_row + columns, columns < n_columns, float("-inf")).to(tl.float32)
+            top = tl.max(x, 0)
+            e = tl.exp(x - top)
+            total = tl.sum(e, 0)
+        else:
+            top = float("-inf")
+            total = 0.0
+            for begin in range(0, n_columns, BLOCK):
+                inside = begin + columns < n_columns
+                x = tl.load(x_row + begin + columns, inside, float("-inf"), eviction_policy="evict_last")
+                x = x.to(tl.float32)
+                higher = tl.maximum(top, tl.max(x, 0))
+                total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+                top = higher
+        lse = top + tl.log(total)
+        tl.store(losses + row, tl.where(counted, lse - at_target, 0.0))
+        tl.store(zs + row, tl.where(counted, z_loss * lse * lse, 0.0))
+        if WITH_GRADIENT:
+            factor = 1 + 2 * z_loss * lse
+            if RESIDENT:
+                g = e * (factor / total) - tl.where(columns == target_column, 1.0, 0.0)
+                g = tl.where(counted, g, 0.0)
+                tl.store(x_row + columns, g.to(logits.dtype.element_ty), columns < n_columns)
+            else:
+                for begin in range(0, n_columns, BLOCK):
+                    inside = begin + columns < n_columns
+                    x = tl.load(x_row + begin + columns, inside, float("-inf")).to(tl.float32)
+                    g = tl.exp(x - lse) * factor - tl.where(begin + columns == target_column, 1.0, 0.0)
+                    g = tl.where(counted, g, 0.0)
+                    tl.store(x_row + begin + columns, g.to(logits.dtype.element_ty), inside)
+
+
+def configuration(n_columns: int) -> tuple[bool, int, int]:
+    """(whether a row stays in registers between its two uses, block, warps) for rows of `n_columns` logits.
+
+    Rows that do not stay are read a second time, from L2.
+    """
+    if n_columns <= 16384:
+        return True, max(256, triton.next_power_of_2(n_columns)), 16 if n_columns > 4096 else 4
+    return False, 8192, 16
+
+
+def cross_entropy_triton(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    zs: Tensor,
+    z_loss: float,
+    with_gradient: bool,
+    config: tuple[bool, int, int] | None = None,
+) -> None:
+    """As `cross_entropy_in_place`; `config` as from `configuration`, for measuring others."""
+    n, n_columns = logits.shape
+    resident, block, warps = config or configuration(n_columns)
+    assert logits.stride(1) == 1 and not (resident and n_columns > block)
+    if n == 0:
+        return
+    _cross_entropy_kernel[(n,)](
+        logits, targets, losses, zs, logits.stride(0), n_columns, z_loss,
+        WITH_GRADIENT=with_gradient, IGNORED=IGNORED, RESIDENT=resident, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def cross_entropy_in_place(
+    logits: Tensor, targets: Tensor, losses: Tensor, zs: Tensor, z_loss: float, with_gradient: bool
+) -> None:
+    """As the reference, into losses and zs (N,); the rows of logits (N, V) may lie further apart than V."""
+    if choose("cross_entropy", logits) == TRITON:
+        cross_entropy_triton(logits, targets, losses, zs, z_loss, with_gradient)
+    else:
+        loss, z = cross_entropy_in_place_reference(logits, targets, z_loss, with_gradient)
+        losses.copy_(loss)
+        zs.copy_(z)
+
+
+def chunk_rows(n: int, n_columns: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of logits to hold at once: what LOGITS_BYTES allows, cut so that the chunks are about equal."""
+    allowed = max(128, LOGITS_BYTES.get(device.type, LOGITS_BYTES["cpu"]) // (n_columns * dtype.itemsize))
+    chunks = -(-n // allowed)
+    # Whole tiles of the matmuls, which are 128 rows.
+    return min(n, -(-n // max(1, chunks) // 128) * 128) if n else 1
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk: int, train: bool) -> Any:
@@ -46,10 +155,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         zs = torch.empty_like(losses)
         dx = torch.empty_like(x) if train else None
         dw = None
+        n_columns = len(w)
+        # A row stride of whole 64s keeps 16-byte accesses, the matmuls' and the kernel's, aligned for any vocabulary.
+        buffer = x.new_empty(min(chunk, len(x)), -(-n_columns // 64) * 64)[:, :n_columns]
         for begin in range(0, len(x), chunk):
             part = slice(begin, min(begin + chunk, len(x)))
-            logits = x[part] @ w.T
-            losses[part], zs[part] = cross_entropy_in_place_reference(logits, targets[part], z_loss, train)
+            logits = buffer[: part.stop - begin]
+            torch.mm(x[part], w.T, out=logits)
+            cross_entropy_in_place(logits, targets[part], losses[part], zs[part], z_loss, train)
             if dx is not None:
                 torch.mm(logits, w, out=dx[part])
                 more = deliver_product(weight, logits, x[part])
@@ -66,12 +179,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, chunk: int = 16384
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """x: (N, d), weight: (V, d) FP32 master, targets: (N,) int64, IGNORED where nothing is to be predicted.
 
     Returns (sum of cross-entropies, sum of z-losses), FP32 scalars. Their gradients are those of the plain sum of the
-    two: call backward on it, unscaled.
+    two: call backward on it, unscaled. `chunk`: rows of logits at a time, by default as many as LOGITS_BYTES allows.
     """
+    if chunk is None:
+        chunk = chunk_rows(len(x), len(weight), x.dtype, x.device)
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(x, weight, targets, z_loss, chunk, train)

@@ -1,0 +1,185 @@
+"""The head against FP64 autograd: losses, gradients, ignored targets, z-loss, chunks."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.kernels import choice
+from llmtrain.kernels.cross_entropy import (
+    IGNORED,
+    chunk_rows,
+    configuration,
+    cross_entropy_in_place,
+    cross_entropy_triton,
+    linear_cross_entropy,
+)
+
+Z_LOSS = 1e-2
+
+
+def case(n: int, v: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits whose storage beyond V is NaN, and targets of which some are ignored; first and last column occur."""
+    torch.manual_seed(n * v)
+    storage = torch.full((n, v + 5), float("nan"), dtype=dtype)
+    storage[:, :v] = torch.randn(n, v) * 4
+    targets = torch.randint(0, v, (n,))
+    targets[0], targets[-1] = 0, v - 1
+    targets[1::3] = IGNORED
+    return storage[:, :v], targets
+
+
+def expected(logits: torch.Tensor, targets: torch.Tensor, z_loss: float):
+    """(losses, zs, gradient) in FP64, by autograd."""
+    wide = logits.double().requires_grad_()
+    losses = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
+    zs = torch.where(targets != IGNORED, z_loss * wide.logsumexp(-1).square(), 0.0)
+    (losses.sum() + zs.sum()).backward()
+    return losses.detach(), zs.detach(), wide.grad
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    # Triton's interpreter truncates to bf16 where the card rounds: a whole unit in the last place.
+    return {torch.bfloat16: 2**-7, torch.float32: 2e-6, torch.float64: 1e-12}[dtype]
+
+
+def check(logits, targets, losses, zs, before, z_loss, dtype) -> None:
+    loss64, z64, gradient64 = expected(before, targets, z_loss)
+    fine = 1e-12 if dtype == torch.float64 else 5e-6
+    torch.testing.assert_close(losses.double(), loss64, rtol=fine, atol=fine)
+    torch.testing.assert_close(zs.double(), z64, rtol=fine, atol=fine)
+    bound = tolerance(dtype)
+    torch.testing.assert_close(logits.double(), gradient64, rtol=bound, atol=min(bound, 1e-6))
+    assert (logits[targets == IGNORED] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("reference", torch.float64),
+        ("reference", torch.bfloat16),
+        ("triton", torch.float32),
+        ("triton", torch.bfloat16),
+    ],
+)
+# Smaller than any block, in registers with a masked tail, and read twice with a tail.
+@pytest.mark.parametrize(("n", "v"), [(7, 3), (9, 257), (5, 16384), (6, 17001)])
+@pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
+def test_losses_and_gradients_are_those_of_fp64(implementation, dtype, n, v, z_loss):
+    logits, targets = case(n, v, dtype)
+    before = logits.clone()
+    losses = torch.full((n,), float("nan"), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    zs = losses.clone()
+    with choice.forced(implementation):
+        cross_entropy_in_place(logits, targets, losses, zs, z_loss, True)
+    assert choice.ran["cross_entropy"] == implementation
+    check(logits, targets, losses, zs, before, z_loss, dtype)
+    beyond = logits.as_strided((n, 5), (v + 5, 1), v)
+    assert beyond.isnan().all(), "wrote beyond the row"
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_both_forms_of_the_kernel_agree_with_fp64(resident):
+    logits, targets = case(5, 700, torch.float32)
+    before = logits.clone()
+    losses, zs = torch.full((2, 5), float("nan"))
+    cross_entropy_triton(logits, targets, losses, zs, Z_LOSS, True, (resident, 1024 if resident else 256, 4))
+    check(logits, targets, losses, zs, before, Z_LOSS, torch.float32)
+
+
+def test_large_logits_do_not_overflow():
+    for v in (500, 17000):
+        logits, targets = case(3, v, torch.float32)
+        logits.mul_(1e4)
+        before = logits.clone()
+        losses, zs = torch.empty(2, 3)
+        cross_entropy_triton(logits, targets, losses, zs, 0.0, True)
+        loss64, _, gradient64 = expected(before, targets, 0.0)
+        torch.testing.assert_close(losses.double(), loss64, rtol=1e-6, atol=1e-2)
+        assert logits.isfinite().all() and (logits - gradient64).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_without_a_gradient_the_logits_stay(implementation):
+    for v in (300, 17000):
+        logits, targets = case(4, v, torch.float32)
+        before = logits.clone()
+        losses, zs = torch.full((2, 4), float("nan"))
+        with choice.forced(implementation):
+            cross_entropy_in_place(logits, targets, losses, zs, Z_LOSS, False)
+        assert torch.equal(logits, before)
+        torch.testing.assert_close(losses.double(), expected(before, targets, Z_LOSS)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, about the NaN
+def test_an_ignored_row_of_nan_gives_nothing():
+    for v in (300, 17000):
+        logits, _ = case(2, v, torch.float32)
+        logits[1] = float("nan")
+        losses, zs = torch.full((2, 2), float("nan"))
+        cross_entropy_triton(logits, torch.tensor([3, IGNORED]), losses, zs, Z_LOSS, True)
+        assert logits.isfinite().all() and losses[1] == 0 and zs[1] == 0
+
+
+def head(n: int, d: int, v: int):
+    torch.manual_seed(0)
+    x = torch.randn(n, d)
+    weight = torch.randn(v, d) * 0.3
+    targets = torch.randint(0, v, (n,))
+    targets[::4] = IGNORED
+    x64, w64 = x.double().requires_grad_(), weight.double().requires_grad_()
+    losses, zs, _ = expected((x64 @ w64.T).detach(), targets, Z_LOSS)
+    logits = x64 @ w64.T
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    (total + (Z_LOSS * logits.logsumexp(-1).square())[targets != IGNORED].sum()).backward()
+    return x, weight, targets, losses.sum(), zs.sum(), x64.grad, w64.grad
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("chunk", [None, 1, 7, 64])
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_the_chunked_head_is_the_whole_one(implementation, chunk, preallocated):
+    x, weight, targets, loss64, z64, dx64, dw64 = head(23, 16, 71)
+    x.requires_grad_()
+    weight.requires_grad_()
+    if preallocated:
+        weight.grad = torch.full_like(weight, float("nan"))
+        weight.grad_stale = True
+    with choice.forced(implementation, "cross_entropy"):
+        loss, z = linear_cross_entropy(x, weight, targets, Z_LOSS, chunk)
+    assert choice.ran["cross_entropy"] == implementation
+    (loss + z).backward()
+    torch.testing.assert_close(loss.double(), loss64, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z.double(), z64, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), dx64, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), dw64, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_forms_no_gradients():
+    x, weight, targets, loss64, _, _, _ = head(23, 16, 71)
+    weight.requires_grad_()
+    weight.grad = torch.full_like(weight, 5.0)
+    with torch.no_grad():
+        loss, _ = linear_cross_entropy(x, weight, targets, Z_LOSS, 8)
+    torch.testing.assert_close(loss.double(), loss64, rtol=1e-5, atol=1e-5)
+    assert (weight.grad == 5.0).all()
+
+
+def test_chunks_hold_to_their_memory_and_cover_every_row():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for n, v in ((65536, 32000), (32768, 49152), (4096, 32000), (100, 50257), (1, 5)):
+        for device in (cuda, cpu):
+            rows = chunk_rows(n, v, torch.bfloat16, device)
+            assert 1 <= rows <= n
+            assert rows <= 256 or rows * v * 2 < 830 << 20
+    assert chunk_rows(4096, 32000, torch.bfloat16, cuda) == 4096
+    assert 65536 / chunk_rows(65536, 32000, torch.bfloat16, cuda) <= 6
+
+
+def test_configurations_hold_the_row_they_say_they_do():
+    for v in (1, 255, 4096, 16384, 16385, 32000, 50257):
+        resident, block, warps = configuration(v)
+        assert block & (block - 1) == 0 and (not resident or block >= v) and warps <= 16
