@@ -122,9 +122,7 @@ def adamw_step(
     for other in (grad, exp_avg, exp_avg_sq) if narrow is None else (grad, exp_avg, exp_avg_sq, narrow):
         assert other.shape == (n,) and other.is_contiguous() and other.device == master.device
     if choose("adamw", master) != TRITON:
-        adamw_reference(
-            master, grad, exp_avg, exp_avg_sq, narrow, n_decayed, scalars, beta1, beta2, eps, weight_decay
-        )
+        adamw_reference(master, grad, exp_avg, exp_avg_sq, narrow, n_decayed, scalars, beta1, beta2, eps, weight_decay)
         return
     if n == 0:
         return

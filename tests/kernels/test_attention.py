@@ -1,0 +1,109 @@
+"""Attention against FP64 loops over what each query may see, and the choice of backends."""
+
+import pytest
+import torch
+
+from llmtrain.kernels import choice
+from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, choose_backend
+
+H200 = (9, 0)
+
+
+def by_hand(q, k, v, offset=0, doc_start=None, window=None):
+    """The definition, query by query, in FP64."""
+    b, t, h, d = q.shape
+    group = h // k.shape[2]
+    out = torch.zeros(b, t, h, d, dtype=torch.float64)
+    for row in range(b):
+        for i in range(t):
+            first = 0 if doc_start is None else int(doc_start[row, i])
+            if window is not None:
+                first = max(first, offset + i - window + 1)
+            seen = slice(first, offset + i + 1)
+            for head in range(h):
+                scores = k[row, seen, head // group].double() @ q[row, i, head].double() / d**0.5
+                out[row, i, head] = scores.softmax(0) @ v[row, seen, head // group].double()
+    return out
+
+
+def heads(b, t, s, h, h_kv, d, dtype=torch.float64):
+    torch.manual_seed(0)
+    q = torch.randn(b, t, h, d, dtype=dtype)
+    packed = torch.randn(b, s, (h + 2 * h_kv) * d, dtype=dtype).view(b, s, -1, d)
+    return q, packed[:, :, h : h + h_kv], packed[:, :, h + h_kv :]
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 7, 7], [0, 1, 1, 1, 1, 1, 6, 6, 6]])
+
+
+@pytest.mark.parametrize(
+    ("t", "offset", "doc_start", "window"),
+    [
+        (9, 0, None, None),
+        (1, 0, None, None),
+        (1, 8, None, None),
+        (4, 5, None, None),
+        (9, 0, DOCUMENTS, None),
+        (9, 0, None, 3),
+        (9, 0, DOCUMENTS, 2),
+        (1, 8, None, 4),
+    ],
+)
+@pytest.mark.parametrize(("h", "h_kv"), [(4, 4), (4, 2), (3, 1)])
+def test_every_query_sees_exactly_what_it_may(t, offset, doc_start, window, h, h_kv):
+    q, k, v = heads(2, t, offset + t, h, h_kv, 8)
+    out = attention(q, k, v, offset=offset, doc_start=doc_start, window=window)
+    assert choice.ran["attention"] == choice.REFERENCE
+    torch.testing.assert_close(out, by_hand(q, k, v, offset, doc_start, window), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("doc_start", "window"), [(None, None), (DOCUMENTS, 4)])
+def test_gradients_reach_q_and_the_packed_k_and_v(doc_start, window):
+    q, k, v = (x.clone().requires_grad_() for x in heads(2, 9, 9, 4, 2, 8))
+    q2, k2, v2 = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    dy = torch.randn(2, 9, 4, 8, dtype=torch.float64)
+    attention(q, k, v, doc_start=doc_start, window=window).backward(dy)
+    group = 2
+    scores = torch.einsum("bihd,bjhd->bhij", q2, k2.repeat_interleave(group, 2)) / 8**0.5
+    i, j = torch.arange(9)[:, None], torch.arange(9)[None, :]
+    seen = j <= i
+    if window is not None:
+        seen = seen & (j > i - window)
+    if doc_start is not None:
+        seen = (seen & (j >= doc_start[:, :, None]))[:, None]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    torch.einsum("bhij,bjhd->bihd", weights, v2.repeat_interleave(group, 2)).backward(dy)
+    for ours, theirs in ((q, q2), (k, k2), (v, v2)):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_is_close_to_fp64():
+    q, k, v = heads(2, 40, 40, 4, 2, 16, torch.bfloat16)
+    out = attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), by_hand(q, k, v), rtol=2e-2, atol=2e-2)
+
+
+def test_training_shapes_take_cudnn_on_hopper():
+    assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, H200, False) == CUDNN
+    assert choose_backend(torch.bfloat16, 128, 4096, 4096, False, H200, False) == CUDNN
+
+
+def test_what_cudnn_cannot_do_well_takes_flash():
+    assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, H200, True) == FLASH, "deterministic"
+    assert choose_backend(torch.bfloat16, 192, 1024, 1024, False, H200, False) == FLASH, "head_dim"
+    assert choose_backend(torch.bfloat16, 64, 1000, 1000, False, H200, False) == FLASH, "T"
+    assert choose_backend(torch.bfloat16, 64, 1, 77, False, H200, False) == FLASH, "decoding"
+    assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, (8, 0), False) == FLASH, "another card"
+
+
+def test_masks_and_fp32_take_the_backend_that_knows_them():
+    assert choose_backend(torch.bfloat16, 64, 1024, 1024, True, H200, False) == EFFICIENT
+    assert choose_backend(torch.float32, 64, 1024, 1024, False, H200, False) == EFFICIENT
+
+
+def test_a_forced_backend_is_the_one_that_runs():
+    q, k, v = heads(1, 3, 3, 2, 1, 8)
+    with choice.forced(choice.REFERENCE, "attention"):
+        attention(q, k, v)
+    assert choice.ran["attention"] == choice.REFERENCE
