@@ -1,0 +1,43 @@
+"""One row of a sweep, in a process of its own: `python -m llmtrain.benchmark.row OUTPUT.json < REQUEST.json`.
+
+The request holds `shape` and `timing`. What is written is what `measure_step` returns with `status` "ok", or `status`
+"oom" and the `reason` where the row does not fit. Anything else that goes wrong ends the process with a traceback.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.benchmark.config import TimingConfig, shape_from
+from llmtrain.benchmark.step import measure_step
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """torch raises OutOfMemoryError for the card alone; its CPU allocator raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC")
+    )
+
+
+def run_row(request: dict[str, Any]) -> dict[str, Any]:
+    """The result of one request, out of memory included."""
+    try:
+        return {"status": "ok"} | measure_step(shape_from(request["shape"]), TimingConfig(**request["timing"]))
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return {"status": "oom", "reason": str(error).split("\n")[0]}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    Path(sys.argv[1]).write_text(json.dumps(run_row(request)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A whole training step as `train` runs it, on random tokens: what `sweep`, `bench step` and the peers' table time."""
+
+import resource
+import sys
+import time
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+
+from llmtrain.benchmark.config import Shape, TimingConfig
+from llmtrain.benchmark.data import random_batches
+from llmtrain.benchmark.statistics import Times
+from llmtrain.benchmark.timing import burst, steps_for
+from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
+from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.step import TrainStep
+
+GIB = 2**30
+DISTINCT_STEPS = 4
+"""Steps' worth of batches held on the device and taken in turn."""
+LEARNING_RATE = 4e-4
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+class RandomSteps:
+    """A TrainStep and batches for it; a call is one step, and does not wait for the device."""
+
+    def __init__(self, shape: Shape, *, precision: str, device: torch.device, seed: int = 0) -> None:
+        self.shape = shape
+        self.step = TrainStep.build(
+            shape.model,
+            OptimizerConfig(),
+            batch_size=shape.batch_size,
+            seq_len=shape.seq_len,
+            precision=precision,
+            device=device,
+            seed=seed,
+        )
+        count = DISTINCT_STEPS * shape.accumulate
+        self.batches = random_batches(shape.model.vocab_size, count, shape.batch_size, shape.seq_len, device, seed)
+        self.taken = 0
+
+    def __call__(self) -> None:
+        for i in range(self.shape.accumulate):
+            ids, targets = self.batches[self.taken % len(self.batches)]
+            self.step.micro_step(ids, targets, first=i == 0)
+            self.taken += 1
+        self.step.optimizer_step(LEARNING_RATE)
+
+
+def model_figures(shape: Shape) -> dict[str, Any]:
+    """What a shape costs by arithmetic alone."""
+    counts = parameter_counts(shape.model)
+    return {
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "flops_per_token": flops_per_token(shape.model, shape.seq_len),
+        "classic_flops_per_token": classic_flops_per_token(shape.model, shape.seq_len),
+        "tokens_per_step": shape.tokens_per_step,
+    }
+
+
+def device_name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def throughput(tok_per_s: float, figures: dict[str, Any], device: torch.device) -> dict[str, float | None]:
+    """Achieved TFLOP/s and MFU by both counts; MFU is None on a device whose peak is not known."""
+    name = device_name(device)
+    peak = peak_flops(name) if name else None
+    rates = {
+        "": tok_per_s * figures["flops_per_token"],
+        "classic_": tok_per_s * figures["classic_flops_per_token"],
+    }
+    tflops: dict[str, float | None] = {f"{kind}tflops": rate / 1e12 for kind, rate in rates.items()}
+    return tflops | {f"{kind}mfu": rate / peak if peak else None for kind, rate in rates.items()}
+
+
+def peak_memory(device: torch.device) -> dict[str, float | None]:
+    """Peaks of this process in GiB: what tensors took, what the allocator held, what the card lost, and the host's RSS.
+
+    The allocator keeps what it ever took, so the card's use at the end is its peak; it includes the context, graphs and
+    whatever other processes hold.
+    """
+    scale = 1024 if sys.platform != "darwin" else 1  # Linux counts in KiB
+    memory: dict[str, float | None] = {
+        "allocated_gib": None,
+        "reserved_gib": None,
+        "device_used_gib": None,
+        "host_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GIB,
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory |= {
+            "allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "device_used_gib": (total - free) / GIB,
+        }
+    return memory
+
+
+def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
+    """Build, warm up and time a training step; raises torch.OutOfMemoryError where it does not fit."""
+    device = resolve_device(timing.device)
+    begin = time.perf_counter()
+    steps = RandomSteps(shape, precision=timing.precision, device=device)
+    steps()
+    first_loss = steps.step.metrics()["lm_loss"]
+    first_step_s = time.perf_counter() - begin
+    count = steps_for(steps, timing.seconds, device, warmup=timing.warmup)
+    # Alone on an idle device: within a burst the step waits for the one before the last.
+    issue = median(burst(steps, 1, device).issue_s for _ in range(timing.warmup))
+    bursts = [burst(steps, count, device) for _ in range(timing.bursts)]
+    wall = Times(tuple((b.wall_s / b.steps,) for b in bursts))
+    on_device = [b.device_s / b.steps for b in bursts if b.device_s is not None]
+    figures = model_figures(shape)
+    tok_per_s = shape.tokens_per_step / wall.pooled
+    return {
+        "shape": asdict(shape),
+        "device": str(device),
+        "precision": timing.precision,
+        "steps": count * timing.bursts,
+        "step_ms": wall.pooled * 1e3,
+        "burst_step_ms": [m * 1e3 for m in wall.medians],
+        "device_step_ms": median(on_device) * 1e3 if on_device else None,
+        "issue_step_ms": issue * 1e3 if on_device else None,
+        "spread": wall.spread,
+        "tok_per_s": tok_per_s,
+        "first_step_s": first_step_s,
+        "first_loss": first_loss,
+        "last_loss": steps.step.metrics()["lm_loss"],
+        **figures,
+        **throughput(tok_per_s, figures, device),
+        **peak_memory(device),
+    }

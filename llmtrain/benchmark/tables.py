@@ -1,0 +1,119 @@
+"""Markdown out of the JSON that a benchmark wrote: the only way a figure gets into docs/."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtrain.benchmark.machine import headline
+from llmtrain.benchmark.statistics import NOISY_SPREAD
+from llmtrain.storage.atomic import write_bytes, write_json
+from llmtrain.storage.errors import write_error
+
+NONE = "n/a"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int = 1) -> list[str]:
+    """Lines of a Markdown table; columns from `numbers_from` on are aligned to the right."""
+    rule = ["---" if i < numbers_from else "---:" for i in range(len(header))]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+
+
+def figure(value: float | None, form: str, scale: float = 1.0) -> str:
+    """`value * scale` in `form`, or n/a."""
+    return NONE if value is None else format(value * scale, form)
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1%}"
+
+
+def data_path(output: Path) -> Path:
+    """Where the JSON of a Markdown table lies: docs/X.md is made from docs/data/X.json."""
+    return output.parent / "data" / output.with_suffix(".json").name
+
+
+def write_table(output: Path, data: dict[str, Any], markdown: str) -> None:
+    """Write both, JSON first: a table never stands without what it was made from. Raises as storage.atomic does."""
+    source = data_path(output)
+    try:
+        source.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, source) from error
+    write_json(source, data)
+    write_bytes(output, markdown.encode())
+
+
+def marks(row: dict[str, Any]) -> str:
+    """What has to be known beside a figure: `~` where it scattered, `c` where others used the machine."""
+    noisy = "~" if row.get("spread", 0) > NOISY_SPREAD else ""
+    return noisy + ("c" if row["contended"] else "")
+
+
+SWEEP_HEADER = (
+    "row", "tok/s", "spread", "step ms", "MFLOP/token exact", "classic", "TFLOP/s", "MFU", "classic MFU",
+    "allocator GiB", "device GiB", "host GiB", "parameters", "active", "first step s", "",
+)  # fmt: skip
+
+
+def sweep_cells(row: dict[str, Any]) -> list[str]:
+    if row["status"] == "waiting":
+        return [row["name"], "waiting", *[""] * 13, marks(row)]
+    costs = [figure(row["flops_per_token"], ".1f", 1e-6), figure(row["classic_flops_per_token"], ".1f", 1e-6)]
+    sizes = [f"{row['parameters'] / 1e6:.2f}M", f"{row['active_parameters'] / 1e6:.2f}M"]
+    if row["status"] != "ok":
+        word = {"oom": "out of memory", "failed": "failed"}[row["status"]]
+        return [row["name"], word, "", "", *costs, *[""] * 6, *sizes, "", marks(row)]
+    return [
+        row["name"],
+        f"{row['tok_per_s']:,.0f}",
+        percent(row["spread"]),
+        f"{row['step_ms']:.2f}",
+        *costs,
+        f"{row['tflops']:.3g}",
+        percent(row["mfu"]),
+        percent(row["classic_mfu"]),
+        figure(row["allocated_gib"], ".2f"),
+        figure(row.get("device_peak_gib"), ".2f"),
+        figure(row["host_rss_gib"], ".2f"),
+        *sizes,
+        f"{row['first_step_s']:.1f}",
+        marks(row),
+    ]
+
+
+def sweep_markdown(data: dict[str, Any], source: str) -> str:
+    """docs/baseline.md out of what `run_sweep` returned; `source` names the JSON file."""
+    rows, replicate, timing = data["rows"], data["replicate"], data["timing"]
+    lines = [
+        "# Training throughput by shape",
+        "",
+        f"Made by `llmtrain sweep` from [{source}]({source}); each row ran in a process of its own.",
+        "",
+        headline(data["machine"]),
+        "",
+        f"Whole steps (forward, backward, AdamW) in {timing['precision']}, batches on the device: the median of "
+        f"{timing['bursts']} bursts of {timing['seconds']:g} s after {timing['warmup']} steps; spread is their range.",
+        "",
+    ]
+    if len(rows) < data["planned"]:
+        lines += [f"**Unfinished**: {len(rows)} of {data['planned']} rows.", ""]
+    lines += table(SWEEP_HEADER, [sweep_cells(row) for row in rows])
+    lines.append("")
+    if replicate is not None and replicate["status"] == "ok":
+        first = next(row for row in rows if row["name"] == replicate["name"])
+        lines += [
+            f"Floor: {replicate['name']}, taken again at the end, gave {replicate['tok_per_s']:,.0f} tok/s, "
+            f"{abs(replicate['tok_per_s'] / first['tok_per_s'] - 1):.1%} from its first figure.",
+            "",
+        ]
+    lines += [f"- {row['name']}: {row['reason']}." for row in rows if row["status"] != "ok"]
+    lines += [f"- {row['name']}: contended: {'; '.join(row['contended'])}." for row in rows if row["contended"]]
+    if lines[-1]:
+        lines.append("")
+    lines += [
+        "MFU is exact FLOPs (6 a matmul parameter, causal pairs only) over the card's dense bf16 peak; classic counts "
+        "6 a parameter and attention in full. Allocator is what tensors took at the peak, device what the card lost to "
+        "the process, context and graphs included. `~`: bursts spread over 5%. `c`: the machine was not idle.",
+        "",
+    ]
+    return "\n".join(lines)
