@@ -180,7 +180,7 @@ def _open_partial(final: Path) -> _Raw:
         # A file system without locks has no partials removed: see _remove_partials_of_the_dead.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if not os.path.exists(partial):
+        if not _is_at(descriptor, partial):
             # Another writer of `final` took it for a dead one's before it was locked.
             os.close(descriptor)
             continue
@@ -202,7 +202,17 @@ def _remove_partials_of_the_dead(final: Path) -> None:
         with suppress(OSError):
             with open(partial, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(partial)
+                # The name may be a new writer's by now; while the lock on a file is ours, its name stays its own.
+                if _is_at(file.fileno(), partial):
+                    os.unlink(partial)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether `path` is a name of the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
 
 
 def _refuse_what_is_no_file(final: Path) -> None:

@@ -1,0 +1,80 @@
+"""Real processes to kill, and small disks to fill."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import llmtrain.storage
+
+STORAGE = os.path.dirname(os.path.abspath(llmtrain.storage.__file__))
+ROOT = Path(STORAGE).parent.parent
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs `work` in a forked process and gives its exit status: 0, 1 after an exception, -9 when killed."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at_each_line(work: Callable[[], object]) -> Iterator[int]:
+    """Runs `work` in one process after another, the n-th killed (SIGKILL) before the n-th line of storage code that it
+    comes to; yields n after each death, and ends after the process that came through."""
+    for n in itertools.count(1):
+        status = in_child(lambda n=n: _run_until_line(n, work))
+        if status == 0:
+            assert n > 1, "no line of storage was run"
+            return
+        assert status == -signal.SIGKILL
+        yield n
+
+
+def _run_until_line(n: int, work: Callable[[], object]) -> None:
+    left = n
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(STORAGE):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    work()
+    sys.settrace(None)
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen:
+    """A process that runs `code`; its stdout is a pipe of text."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+@contextmanager
+def small_disk(folder: Path, size: str = "1m") -> Iterator[Path]:
+    """A file system in memory that is full after `size`; skips the test where this process may not mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
