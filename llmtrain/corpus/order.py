@@ -84,8 +84,10 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
     """
     sources = []
     for spec in specs:
-        head, equals, tail = spec.partition("=")
-        name, path = (head, tail) if equals and "/" not in head else ("", spec)
+        name, equals, path = spec.partition("=")
+        named = bool(equals) and "/" not in name
+        if not named:
+            path = spec
         weight = 1.0
         before, colon, after = path.rpartition(":")
         if colon:
@@ -93,9 +95,10 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
                 path, weight = before, float(after)
             except ValueError:
                 pass
-        name = name or Path(path).name.removesuffix(".u16")
-        if not path or (equals and path is tail and not head):
+        if not path or (named and not name):
             raise UsageError(f"--tokens {spec}: names no file: write [NAME=]PATH[:WEIGHT]")
+        if not named:
+            name = Path(path).name.removesuffix(".u16")
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"--tokens {spec}: the weight {after} is not above 0: leave the source out or weigh it")
         sources.append((name, path, weight))
