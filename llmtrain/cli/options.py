@@ -2,7 +2,7 @@
 
 A command that is configured by dataclasses reads
 
-    @click.command()
+    @click.command(cls=ConfigCommand)
     @config_options(ModelConfig, RunConfig)
     def command(given: dict[str, Any]) -> None:
         model = build(ModelConfig, given, table.get("model", {}), "configs/31m.toml [model]")
@@ -184,9 +184,29 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
                 help=option.help,
             )
             command = decorator(command)
+        command.configs = configs  # type: ignore[attr-defined]  # for docs/options.md
         return command
 
     return decorate
+
+
+class ConfigCommand(click.Command):
+    """A command whose help has a heading for each of its dataclasses, where it has more than one."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        configs = getattr(self.callback, "configs", ())
+        headings = {
+            option.field: config.__name__.removesuffix("Config")
+            for config in (configs if len(configs) > 1 else ())
+            for option in options_of(config)
+        }
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                sections.setdefault(headings.get(param.name or "", "Options"), []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 def build(config: type[T], given: Mapping[str, Any], table: Mapping[str, Any] | None = None, where: str = "") -> T:

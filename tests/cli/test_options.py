@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from llmtrain.cli.options import build, config_options, docs_table
+from llmtrain.cli.options import ConfigCommand, build, config_options, docs_table
 from llmtrain.storage.errors import UsageError
 
 
@@ -147,6 +147,20 @@ def test_help_shows_the_doc_line_and_the_default_of_each_field():
     assert "--input PATH What to read. [default: data/text]" in text
     assert "--batch-size [auto|integer] Sequences per device batch. [default: 8]" in text
     assert text.index("--d-model") < text.index("--rope-theta") < text.index("--tokenizer")
+
+
+def test_help_has_a_heading_for_each_of_several_dataclasses():
+    def headings(*configs: type) -> list[str]:
+        @click.command(cls=ConfigCommand)
+        @click.option("--config", help="A file.")
+        @config_options(*configs)
+        def command(given: dict[str, Any], config: str | None) -> None: ...
+
+        lines = CliRunner().invoke(command, ["--help"]).output.splitlines()[1:]
+        return [line for line in lines if line and not line.startswith(" ")]
+
+    assert headings(Shape, Data) == ["Options:", "Shape:", "Data:"]
+    assert headings(Shape) == ["Options:"]
 
 
 def test_two_dataclasses_with_one_option_are_refused():
