@@ -1,0 +1,31 @@
+"""A shape that cannot be is refused by the name of its field and the value it had."""
+
+import pytest
+
+from llmtrain.model.config import ModelConfig
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"d_model": 0}, ["d_model", "0"]),
+        ({"n_layers": -1}, ["n_layers", "-1"]),
+        ({"n_heads": 6, "n_kv_heads": 4}, ["n_heads 6", "n_kv_heads 4"]),
+        ({"head_dim": 63}, ["head_dim", "63"]),
+        ({"vocab_size": 70_000}, ["vocab_size 70000", "16-bit"]),
+        ({"vocab_size": -1}, ["vocab_size", "-1"]),
+        ({"max_seq_len": -5}, ["max_seq_len", "-5"]),
+        ({"z_loss": -1e-4}, ["z_loss", "-0.0001"]),
+        ({"rope_theta": 0.0}, ["rope_theta", "0.0"]),
+        ({"norm_eps": 0.0}, ["norm_eps", "0.0"]),
+        ({"init_std": float("nan")}, ["init_std", "nan"]),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_by_name_and_value(fields, words):
+    with pytest.raises(ValueError) as refused:
+        ModelConfig(**fields)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_the_defaults_and_the_largest_vocabulary_are_valid():
+    assert ModelConfig(vocab_size=65_536).qkv_width == (8 + 2 * 2) * 64
