@@ -1,0 +1,170 @@
+"""Attention's backends on a card: right against FP64, and their times, with v strided and contiguous.
+
+    python scripts/bench/check_attention.py [--json FILE]
+
+Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result is outside its tolerance.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmtrain.benchmark.timing import DeviceTimer, captured
+from llmtrain.kernels import choice
+from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention
+
+# (B, T, H, Hkv, D)
+SHAPES = (
+    (64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (32, 1024, 15, 5, 64), (4, 1024, 12, 4, 64), (64, 1024, 6, 2, 128),
+)  # fmt: skip
+MASKED = (8, 1024, 12, 4, 64)
+
+
+def packed_heads(b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k as rotary leaves them, v as a view of a packed qkv."""
+    qkv = torch.randn(b, t, h + 2 * h_kv, d, device="cuda").to(dtype)
+    q, k, v = qkv.split([h, h_kv, h_kv], 2)
+    return q.contiguous(), k.contiguous(), v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, seen: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv in FP64 from whole score matrices; seen: (B or 1, 1, T, T) bool."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(group, 2) for x in leaves[1:])
+    scores = torch.einsum("bihd,bjhd->bhij", leaves[0], wide_k) / q.shape[3] ** 0.5
+    out = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dy.double())]
+
+
+def both(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, doc_start: Tensor | None = None) -> list[Tensor]:
+    """Forward and backward: out, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, doc_start=doc_start)
+    return [out, *torch.autograd.grad(out, leaves, dy)]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        return attention(q, k, v)
+
+
+def milliseconds(run: Callable[[], object], timer: DeviceTimer, samples: int = 11) -> float:
+    replay = captured(run, timer.device)
+    timer.sample(replay)
+    return statistics.median(timer.sample(replay) for _ in range(samples))
+
+
+class Report:
+    def __init__(self) -> None:
+        self.records: list[dict] = []
+        self.failed = False
+
+    def add(self, op: str, **fields) -> None:
+        self.records.append({"op": op} | fields)
+        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
+        print(f"{op}: {shown}", flush=True)
+
+    def check(self, got: list[Tensor], wanted: list[Tensor], tolerance: float, **fields) -> None:
+        errors = {
+            name: ((ours.double() - theirs).norm() / theirs.norm()).item()
+            for name, ours, theirs in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True)
+        }
+        held = all(error <= tolerance for error in errors.values())  # False for NaN too
+        self.failed |= not held
+        self.add("against FP64", **fields, **errors, verdict="ok" if held else "WRONG")
+
+
+def check_results(report: Report) -> None:
+    causal = torch.ones(1024, 1024, dtype=torch.bool, device="cuda").tril()[None, None]
+    for d in (64, 128):
+        q, k, v = packed_heads(2, 1024, 12, 4, d, torch.bfloat16)
+        dy = torch.randn(q.shape, device="cuda").bfloat16()
+        wanted = exact(q, k, v, dy, causal)
+        for backend in (None, CUDNN, FLASH, EFFICIENT):
+            for layout, value in (("strided", v), ("contiguous", v.contiguous())):
+                with choice.forced(backend or choice.TRITON, "attention"):
+                    got = both(q, k, value, dy)
+                ran = choice.ran["attention"]
+                report.failed |= ran != (backend or CUDNN)
+                strides = [tuple(x.stride()) for x in got]
+                dense = [x.is_contiguous() for x in got]
+                if not all(dense):
+                    report.add("gradients not (B, T, H, D) memory", backend=ran, v=layout, strides=str(strides))
+                report.check(got, wanted, 1e-2, d=d, backend=ran, v=layout)
+
+    q, k, v = packed_heads(2, 512, 6, 2, 64, torch.float32)
+    dy = torch.randn(q.shape, device="cuda")
+    report.check(both(q, k, v, dy), exact(q, k, v, dy, causal[..., :512, :512]), 1e-5, dtype="fp32")
+    report.add("fp32 ran", backend=choice.ran["attention"])
+
+    q, k, v = packed_heads(2, 1024, 12, 4, 64, torch.bfloat16)
+    dy = torch.randn(q.shape, device="cuda").bfloat16()
+    doc_start = (torch.arange(1024, device="cuda", dtype=torch.int32) // 100 * 100).expand(2, -1)
+    seen = causal & (torch.arange(1024, device="cuda") >= doc_start[:, None, :, None])
+    report.check(both(q, k, v, dy, doc_start), exact(q, k, v, dy, seen), 1e-2, documents=100)
+    report.add("documents ran", backend=choice.ran["attention"])
+
+    torch.use_deterministic_algorithms(True)
+    first, second = both(q, k, v, dy), both(q, k, v, dy)
+    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    report.failed |= not same or choice.ran["attention"] != FLASH
+    report.add("deterministic", backend=choice.ran["attention"], bit_equal=same)
+    torch.use_deterministic_algorithms(False)
+
+
+def time_backends(report: Report, timer: DeviceTimer) -> None:
+    for b, t, h, h_kv, d in SHAPES:
+        q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
+        dy = torch.randn(q.shape, device="cuda").bfloat16()
+        flops = 4 * b * h * d * t * (t + 1) / 2
+        for backend in (CUDNN, FLASH):
+            for layout, value in (("strided", v), ("contiguous", v.contiguous())):
+                with choice.forced(backend, "attention"):
+                    one = milliseconds(partial(forward, q, k, value), timer)
+                    two = milliseconds(partial(both, q, k, value, dy), timer)
+                report.add(
+                    "time", shape=(b, t, h, h_kv, d), backend=backend, v=layout, forward_ms=one, both_ms=two,
+                    backward_ms=two - one, forward_tflops=flops / one / 1e9,
+                    backward_tflops=2.5 * flops / (two - one) / 1e9,
+                )  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    b, t, h, h_kv, d = SHAPES[0]
+    q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
+    dy = torch.randn(q.shape, device="cuda").bfloat16()
+    report.add("time, deterministic", shape=SHAPES[0], both_ms=milliseconds(partial(both, q, k, v, dy), timer))
+    torch.use_deterministic_algorithms(False)
+
+    b, t, h, h_kv, d = MASKED
+    q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
+    dy = torch.randn(q.shape, device="cuda").bfloat16()
+    doc_start = (torch.arange(t, device="cuda", dtype=torch.int32) // 256 * 256).expand(b, -1)
+    ms = milliseconds(partial(both, q, k, v, dy, doc_start), timer)
+    report.add("time, documents of 256", shape=MASKED, backend=choice.ran["attention"], both_ms=ms)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the records here too")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    report = Report()
+    check_results(report)
+    torch.cuda.empty_cache()
+    time_backends(report, DeviceTimer(torch.device("cuda"), cold_l2=True))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
+    print("WRONG: see above" if report.failed else "all within tolerance")
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

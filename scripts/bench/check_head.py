@@ -1,0 +1,271 @@
+"""The head and AdamW on a card: right against FP64 at real shapes, and how far from the memory's and matmuls' limits.
+
+    python scripts/bench/check_head.py [--json FILE]
+
+Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result is outside its tolerance.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from llmtrain.benchmark.timing import DeviceTimer, captured
+
+from llmtrain.kernels import choice
+from llmtrain.kernels.adamw import adamw_step
+from llmtrain.kernels.cross_entropy import (
+    IGNORED,
+    chunk_rows,
+    configuration,
+    cross_entropy_in_place,
+    cross_entropy_triton,
+    linear_cross_entropy,
+)
+
+COPY_BYTES_PER_S = 4.3e12
+"""A device copy on one H200, reads and writes counted: the floor of what only moves memory."""
+
+HEADS = ((65536, 768, 32000), (32768, 960, 49152), (32768, 2048, 32000), (4096, 768, 32000))
+CHUNKS = (4096, 5632, 8192, 11264, 16384, 16896, 32768)
+# (row stays in registers, block, warps)
+CONFIGURATIONS = (
+    (True, 65536, 32), (True, 32768, 32), (True, 32768, 16), (False, 4096, 8), (False, 8192, 8), (False, 8192, 16),
+    (False, 16384, 16), (False, 16384, 32),
+)  # fmt: skip
+
+
+class Report:
+    """Lines on stdout, the same as records for a file, and whether everything held."""
+
+    def __init__(self) -> None:
+        self.records: list[dict] = []
+        self.failed = False
+
+    def add(self, op: str, **fields) -> None:
+        self.records.append({"op": op} | fields)
+        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
+        print(f"{op}: {shown}", flush=True)
+
+    def check(self, op: str, error: float, tolerance: float, **fields) -> None:
+        held = error <= tolerance  # False for NaN too
+        self.failed |= not held
+        self.add(op, **fields, error=error, tolerance=tolerance, verdict="ok" if held else "WRONG")
+
+
+def milliseconds(run: Callable[[], object], timer: DeviceTimer, samples: int = 11) -> float:
+    replay = captured(run, timer.device)
+    timer.sample(replay)
+    return statistics.median(timer.sample(replay) for _ in range(samples))
+
+
+def excess(got: torch.Tensor, exact: torch.Tensor, rtol: float, atol: float) -> float:
+    """The largest error in units of the tolerance atol + rtol * |exact|: at most 1 where all is well."""
+    return ((got.double() - exact).abs() / (atol + rtol * exact.abs())).max().item()
+
+
+def some_targets(n: int, v: int) -> torch.Tensor:
+    targets = torch.randint(0, v, (n,), device="cuda")
+    targets[::7] = IGNORED
+    targets[1], targets[2] = 0, v - 1
+    return targets
+
+
+def check_cross_entropy(report: Report, timer: DeviceTimer) -> None:
+    z_loss = 1e-3
+    for v in (1000, 16384, 32000, 49152, 50257):
+        for dtype in (torch.bfloat16, torch.float32):
+            n = 1024
+            stride = -(-v // 64) * 64
+            logits = torch.full((n, stride), float("nan"), device="cuda", dtype=dtype)[:, :v]
+            logits.copy_(torch.randn(n, v, device="cuda") * 3)
+            targets = some_targets(n, v)
+            wide = logits.double().requires_grad_()
+            losses64 = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
+            z64 = torch.where(targets != IGNORED, z_loss * wide.logsumexp(-1).square(), 0.0)
+            (losses64.sum() + z64.sum()).backward()
+            assert wide.grad is not None
+            losses, zs = torch.full((2, n), float("nan"), device="cuda")
+            cross_entropy_in_place(logits, targets, losses, zs, z_loss, True)
+            assert choice.ran["cross_entropy"] == choice.TRITON
+            half_ulp = 2**-8 * 1.02 if dtype == torch.bfloat16 else 5e-6
+            worst = max(
+                excess(losses, losses64.detach(), 2e-6, 2e-6),
+                excess(zs, z64.detach(), 2e-6, 2e-6),
+                excess(logits, wide.grad, half_ulp, 1e-7),
+            )
+            report.check("cross_entropy against FP64", worst, 1.0, v=v, dtype=str(dtype))
+
+    n = 16384
+    for v in (16384, 32000, 49152, 50257):
+        stride = -(-v // 64) * 64
+        logits = (torch.randn(n, stride, device="cuda") * 3).bfloat16()[:, :v]
+        targets = some_targets(n, v)
+        losses, zs = torch.empty(2, n, device="cuda")
+        for gradient in (True, False):
+            floor = n * v * 2 * (2 if gradient else 1) / COPY_BYTES_PER_S * 1e3
+            for config in CONFIGURATIONS:
+                if config[0] and not v <= config[1] < 4 * v:
+                    continue
+                if not gradient and config not in (configuration(v), (False, 8192, 16)):
+                    continue
+                run = partial(cross_entropy_triton, logits, targets, losses, zs, z_loss, gradient, config)
+                ms = milliseconds(run, timer)
+                chosen = config == configuration(v)
+                report.add(
+                    "cross_entropy", n=n, v=v, gradient=gradient, resident=config[0], block=config[1],
+                    warps=config[2], chosen=chosen, ms=ms, floor_ms=floor, ratio=ms / floor,
+                )  # fmt: skip
+
+
+def a_head(n: int, d: int, v: int) -> tuple[torch.Tensor, torch.nn.Parameter, torch.Tensor]:
+    x = torch.randn(n, d, device="cuda").bfloat16().requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(v, d, device="cuda") * 0.02)
+    weight.narrow_copy = weight.detach().bfloat16()  # type: ignore[attr-defined]
+    weight.grad = torch.full_like(weight, float("nan"))
+    return x, weight, some_targets(n, v)
+
+
+def ours(x: torch.Tensor, weight: torch.nn.Parameter, targets: torch.Tensor, chunk: int | None) -> torch.Tensor:
+    """Forward and backward; dx is left in x.grad, dW in weight.grad."""
+    weight.grad_stale = True  # type: ignore[attr-defined]
+    x.grad = None
+    loss, z = linear_cross_entropy(x, weight, targets, 0.0, chunk)
+    (loss + z).backward()
+    return loss
+
+
+def materialised(x: torch.Tensor, weight: torch.nn.Parameter, targets: torch.Tensor) -> torch.Tensor:
+    """The same by autograd on whole logits, dW in bf16."""
+    narrow = weight.narrow_copy.requires_grad_()  # type: ignore[attr-defined,operator]
+    x.grad = narrow.grad = None
+    loss = F.cross_entropy((x @ narrow.T).float(), targets, ignore_index=IGNORED, reduction="sum")
+    loss.backward()
+    return loss
+
+
+def peak_mib(run: Callable[[], object]) -> float:
+    """What `run` needs above what was there, gradients of x and W included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def check_head(report: Report, timer: DeviceTimer) -> None:
+    x, weight, targets = a_head(4096, 768, 32000)
+    x64 = x.detach().double().requires_grad_()
+    w64 = weight.narrow_copy.double().requires_grad_()  # type: ignore[attr-defined,operator]
+    loss64 = F.cross_entropy(x64 @ w64.T, targets, ignore_index=IGNORED, reduction="sum")
+    loss64.backward()
+    for chunk in (None, 1000):
+        loss = ours(x, weight, targets, chunk)
+        assert x.grad is not None and x64.grad is not None and w64.grad is not None and weight.grad is not None
+        report.check("head's loss against FP64", abs(loss.item() / loss64.item() - 1), 1e-4, chunk=str(chunk))
+        for name, got, exact in (("dx", x.grad, x64.grad), ("dw", weight.grad, w64.grad)):
+            error = ((got.double() - exact).norm() / exact.norm()).item()
+            report.check(f"head's {name} against FP64", error, 1e-2, chunk=str(chunk))
+    del x64, w64, loss64
+
+    for n, d, v in HEADS:
+        x, weight, targets = a_head(n, d, v)
+        chosen = chunk_rows(n, v, torch.bfloat16, x.device)
+        for chunk in sorted({c for c in CHUNKS if c < n} | {n, chosen}):
+            run = partial(ours, x, weight, targets, chunk)
+            peak = peak_mib(run)
+            ms = milliseconds(run, timer)
+            report.add(
+                "head", n=n, d=d, v=v, chunk=chunk, chosen=chunk == chosen, ms=ms, tflops=6 * n * d * v / ms / 1e9,
+                peak_mib=peak,
+            )  # fmt: skip
+        run = partial(materialised, x, weight, targets)
+        peak = peak_mib(run)
+        report.add("head materialised", n=n, d=d, v=v, ms=milliseconds(run, timer, 5), peak_mib=peak)
+        x.grad = None
+        torch.cuda.empty_cache()
+        for chunk in sorted({c for c in CHUNKS if c <= n} | {chosen}):
+            report.add("head's matmuls, TFLOP/s", d=d, v=v, chunk=chunk, **matmul_rates(chunk, d, v, timer))
+
+
+def matmul_rates(chunk: int, d: int, v: int, timer: DeviceTimer) -> dict[str, float]:
+    """TFLOP/s of a chunk's three matmuls, one by one: which of them is the slow one."""
+    x, w = torch.randn(chunk, d, device="cuda").bfloat16(), torch.randn(v, d, device="cuda").bfloat16()
+    logits = torch.randn(chunk, v, device="cuda").bfloat16()
+    dx, dw = torch.empty_like(x), torch.zeros(v, d, device="cuda")
+    matmuls = {
+        "dx": lambda: torch.mm(logits, w, out=dx),
+        "dw": lambda: torch.addmm(dw, logits.T, x, out_dtype=torch.float32, out=dw),
+        "logits": lambda: torch.mm(x, w.T, out=logits),
+    }
+    return {name: 2 * chunk * d * v / milliseconds(run, timer, 7) / 1e9 for name, run in matmuls.items()}
+
+
+def check_adamw(report: Report, timer: DeviceTimer) -> None:
+    n, n_decayed = 101_700_096, 101_600_000
+    master, grad, m, v = (torch.randn(n, device="cuda") * s for s in (1.0, 1e-2, 1e-3, 1e-3))
+    v.abs_().add_(1e-5)
+    narrow = master.bfloat16()
+    scalars = torch.tensor([1e-3, 0.5, 0.3, 0.2, 1.0], device="cuda")
+    beta1, beta2, eps, decay = 0.9, 0.95, 1e-8, 0.1
+
+    part = slice(n_decayed - 100_000, n)
+    exact = [t[part].double() for t in (master, grad, m, v)]
+    g64 = exact[1] * 0.5
+    lr, scale, c1, c2, _ = scalars.double().tolist()
+    m64 = beta1 * exact[2] + (1 - beta1) * g64
+    v64 = beta2 * exact[3] + (1 - beta2) * g64 * g64
+    decayed = torch.arange(part.start, n, device="cuda") < n_decayed
+    update = lr * (m64 / c1) / ((v64 / c2).sqrt() + eps)
+    p64 = exact[0] * torch.where(decayed, 1 - lr * decay, 1.0) - update
+
+    def step(copy: torch.Tensor | None) -> None:
+        adamw_step(
+            master, grad, m, v, copy, n_decayed=n_decayed, scalars=scalars, beta1=beta1, beta2=beta2, eps=eps,
+            weight_decay=decay,
+        )  # fmt: skip
+
+    step(narrow)
+    assert choice.ran["adamw"] == choice.TRITON
+    worst_p = ((master[part] - p64).abs() / (3e-7 * p64.abs() + 2e-6 * update.abs() + 1e-9)).max().item()
+    worst = max(worst_p, excess(m[part], m64, 1e-6, 1e-9), excess(v[part], v64, 1e-6, 1e-12))
+    report.check("adamw against FP64", worst, 1.0)
+    report.check("adamw's narrow copy", (narrow != master.bfloat16()).sum().item(), 0)
+    scalars[4] = 0.0
+    grad[5] = float("nan")
+    before = [t.clone() for t in (master, m, v, narrow)]
+    step(narrow)
+    changed = sum(int((a != b).sum()) for a, b in zip(before, (master, m, v, narrow), strict=True))
+    report.check("adamw not applied", changed, 0)
+    del before, exact
+    scalars[4] = 1.0
+    grad[5] = 0.0
+    for copy, size in ((narrow, 30), (None, 28)):
+        ms = milliseconds(partial(step, copy), timer)
+        floor = n * size / COPY_BYTES_PER_S * 1e3
+        report.add("adamw", n=n, bytes_each=size, ms=ms, floor_ms=floor, ratio=ms / floor)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the records here too")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    report = Report()
+    timer = DeviceTimer(torch.device("cuda"), cold_l2=True)
+    for part in (check_adamw, check_cross_entropy, check_head):
+        part(report, timer)
+        torch.cuda.empty_cache()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
+    print("WRONG: see above" if report.failed else "all within tolerance")
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
