@@ -300,8 +300,10 @@ class TokenFile:
             which = np.arange(rows.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
             return rows, np.asarray(self.doc_ends[which]).astype(np.int64) - begins[rows]
         if self.eos_id is not None:
-            rows, columns = np.nonzero(ids[:, :-1] == self.eos_id)
-            return rows, columns + 1
+            # Flat, because np.nonzero takes ten times as long on two dimensions.
+            rows, columns = np.divmod(np.flatnonzero(ids.reshape(-1) == self.eos_id), seq_len + 1)
+            inside = columns < seq_len
+            return rows[inside], columns[inside] + 1
         none = np.zeros(0, np.int64)
         return none, none
 
