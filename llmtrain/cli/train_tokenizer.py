@@ -1,0 +1,18 @@
+"""`llmtrain train-tokenizer`."""
+
+from typing import Any
+
+import click
+
+from llmtrain.cli.options import build, config_options
+from llmtrain.corpus.config import TokenizerConfig
+
+
+@click.command("train-tokenizer")
+@config_options(TokenizerConfig)
+def command(given: dict[str, Any]) -> None:
+    """Train a byte-level BPE tokenizer on text files."""
+    config = build(TokenizerConfig, given)
+    from llmtrain.corpus.tokenizer_training import train_tokenizer
+
+    train_tokenizer(config)

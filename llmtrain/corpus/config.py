@@ -1,0 +1,84 @@
+"""What can be said to the commands that make a tokenizer and a token file."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from llmtrain.corpus.documents import FILE, LINE
+
+# Ids are stored in two bytes.
+MAX_VOCAB_SIZE = 1 << 16
+
+# The 256 bytes and the end-of-text token: a byte-level vocabulary can hold nothing less.
+MIN_VOCAB_SIZE = 257
+
+
+def _check_inputs(inputs: tuple[str, ...], document: str) -> None:
+    if not inputs or not all(inputs):
+        raise ValueError(f"inputs = {inputs!r}: name at least one file, folder or glob")
+    if document not in (FILE, LINE) and (not document or "\n" in document):
+        raise ValueError(f"document = {document!r}: must be 'file', 'line' or the text of a separator line")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """`train-tokenizer`."""
+
+    inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
+    """Text to learn from: a file, a folder (all files below it) or a quoted glob (`**` crosses folders). Repeatable."""
+
+    output: Path = Path("tokenizer.json")
+    """Where the tokenizer goes."""
+
+    vocab_size: int = 16384
+    """Tokens in the vocabulary, the 256 bytes and <|endoftext|> included; at most 65536."""
+
+    sample_bytes: int = 1_000_000_000
+    """Bytes of text to learn from. Of a larger corpus a share of its documents is taken, chosen by their content."""
+
+    document: str = FILE
+    """What one document is: `file`, `line`, or the text of a line that separates documents."""
+
+    on_bad: Literal["error", "skip"] = "error"
+    """What a document that is not UTF-8 does: stop the command, or be left out."""
+
+    def __post_init__(self) -> None:
+        _check_inputs(self.inputs, self.document)
+        if not MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"vocab_size = {self.vocab_size}: must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
+        if self.sample_bytes < 1:
+            raise ValueError(f"sample_bytes = {self.sample_bytes}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    """`tokenize-corpus`."""
+
+    tokenizer: Path = Path("tokenizer.json")
+    """The tokenizer, in the form of the tokenizers library; `llmtrain train-tokenizer` makes one."""
+
+    inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
+    """Text to tokenize: a file, a folder (all files below it) or a quoted glob (`**` crosses folders). Repeatable."""
+
+    output: Path = Path("data/corpus.u16")
+    """Where the ids go; the manifest (.json) and the document index (.docs) come to lie beside it."""
+
+    holdout: float = 0.005
+    """Share of the documents, chosen by content, to hold out: of X.u16 they go into X.val.u16. 0 holds out none."""
+
+    workers: int | None = None
+    """Worker processes; one for each core when not given. The output does not depend on it."""
+
+    document: str = FILE
+    """What one document is: `file`, `line`, or the text of a line that separates documents."""
+
+    on_bad: Literal["error", "skip"] = "error"
+    """What a document that is not UTF-8 does: stop the command, or be left out and counted."""
+
+    def __post_init__(self) -> None:
+        _check_inputs(self.inputs, self.document)
+        if not (math.isfinite(self.holdout) and 0 <= self.holdout < 1):
+            raise ValueError(f"holdout = {self.holdout}: must be at least 0 and less than 1")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers = {self.workers}: must be at least 1")

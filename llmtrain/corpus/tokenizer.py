@@ -1,0 +1,224 @@
+"""The tokenizer: text to ids and back, and how a byte-level BPE one is trained.
+
+A tokenizer file is that of the `tokenizers` library. It is loaded without its added tokens, so the text "<|endoftext|>"
+in a document is ordinary text, and without what would make ids depend on anything but the text: truncation, padding,
+templates and dropout.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from llmtrain.corpus.config import MAX_VOCAB_SIZE
+from llmtrain.storage.errors import BadData, read_error
+
+EOS = "<|endoftext|>"
+
+# What end-of-text is called in the tokenizers of others, in the order in which it is looked for.
+EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+ENGINE = {"name": "tokenizers", "version": tokenizers.__version__}
+
+# Characters given to the library at once: it needs about 156 bytes of memory for each until their ids are taken.
+BATCH_CHARS = 1 << 16
+
+# Every known byte-level pattern cuts between a letter or digit and a space or newline after it, and looks at nothing
+# before the place where it goes on; so the two sides have the ids that they have together.
+_SAFE_CUT = re.compile(r"[0-9A-Za-z][ \n]")
+
+
+class Tokenizer:
+    """Text to ids and back. `load` makes one from a file."""
+
+    vocab_size: int
+    """One more than the highest id, added tokens included."""
+    eos_id: int
+    sha256: str
+    """Of the file's bytes."""
+    file: str
+    """The path that it was loaded from."""
+    data: bytes
+    """The file's bytes."""
+
+    def __init__(self, data: bytes, file: str) -> None:
+        """From the bytes of a tokenizer file; `file` is for messages and the manifest. Raises BadData."""
+        self.file, self.data = file, data
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        spec = _parse(data, file)
+        self._library = _build(spec, file)
+        added = {str(token["content"]): int(token["id"]) for token in spec["added_tokens"]}
+        vocab = self._library.get_vocab()
+        highest = max(chain(vocab.values(), added.values()), default=-1)
+        self.vocab_size = highest + 1
+        eos_id = next((ids[name] for name in EOS_NAMES for ids in (added, vocab) if name in ids), None)
+        if eos_id is None:
+            raise BadData(f"{file}: the tokenizer has no end-of-text token such as {EOS}: name another tokenizer")
+        self.eos_id = eos_id
+        self._can_cut = _cuts_before_spaces(spec)
+
+    def require_u16(self) -> None:
+        """Raises BadData where an id would not fit the two bytes of a token file."""
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise BadData(
+                f"{self.file}: a vocabulary of {self.vocab_size} does not fit a token file, whose ids end at "
+                f"{MAX_VOCAB_SIZE - 1}: name a tokenizer of at most {MAX_VOCAB_SIZE} tokens"
+            )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without any special token."""
+        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 come as U+FFFD, special tokens as their text."""
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts, each ended by the EOS id, as one uint16 array, and the length of each in ids, int64.
+
+        Needs a vocabulary that `require_u16` lets pass. Memory beyond the result does not grow with a text's length
+        where its tokenizer is one that can be cut. Raises BadData for an id that must not occur.
+        """
+        assert self.vocab_size <= MAX_VOCAB_SIZE
+        parts: list[np.ndarray] = []
+        lengths = np.zeros(len(texts), np.int64)
+        for batch in _batches(self._pieces(texts)):
+            lists = self.encode_batch([piece for _, piece, _ in batch])
+            for (document, _, last), ids in zip(batch, lists, strict=True):
+                if last:
+                    ids.append(self.eos_id)
+                lengths[document] += len(ids)
+            # Checked while wide: narrowing wraps 70000 to 4464 without a word.
+            wide = np.fromiter(chain.from_iterable(lists), np.int64, sum(map(len, lists)))
+            self._check(wide, sum(last for _, _, last in batch))
+            parts.append(wide.astype(np.uint16))
+        return np.concatenate(parts) if parts else np.empty(0, np.uint16), lengths
+
+    def _check(self, ids: np.ndarray, ends: int) -> None:
+        if len(ids) and not (0 <= ids.min() and ids.max() < self.vocab_size):
+            raise BadData(f"{self.file}: the tokenizer gives ids beyond its {self.vocab_size}: name another tokenizer")
+        if np.count_nonzero(ids == self.eos_id) != ends:
+            raise BadData(
+                f"{self.file}: the tokenizer gives its end-of-text id {self.eos_id} for ordinary text, so documents "
+                "could not be told apart: name another tokenizer"
+            )
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str, bool]]:
+        """(number of the text, a piece of it, whether it is the last)."""
+        for number, text in enumerate(texts):
+            start = 0
+            while self._can_cut and len(text) - start > BATCH_CHARS:
+                cut = _SAFE_CUT.search(text, start + BATCH_CHARS - 1)
+                if cut is None:
+                    break
+                yield number, text[start : cut.start() + 1], False
+                start = cut.start() + 1
+            yield number, text[start:] if start else text, True
+
+
+def load(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer in the file `path`. Raises InputMissing, BadData."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise read_error(error, path) from error
+    return Tokenizer(data, os.fspath(path))
+
+
+def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> bytes:
+    """The file of a byte-level BPE tokenizer with GPT-2's splitting, learnt from `texts`; EOS has id 0.
+
+    Equal texts give equal bytes. Few texts give fewer than `vocab_size` tokens.
+    """
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    library.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[EOS],
+        # All 256 bytes, also those that the texts lack: no text is without ids.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    library.train_from_iterator(pieces(texts), trainer)
+    return library.to_str(pretty=True).encode()
+
+
+def pieces(texts: Iterable[str]) -> Iterator[str]:
+    """`texts` with the long ones cut after a line, for the trainer, whose memory grows with the longest."""
+    for text in texts:
+        start = 0
+        while len(text) - start > BATCH_CHARS:
+            end = text.rfind("\n", start, start + BATCH_CHARS) + 1 or start + BATCH_CHARS
+            yield text[start:end]
+            start = end
+        yield text[start:]
+
+
+def _batches(items: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
+    batch: list[tuple[int, str, bool]] = []
+    chars = 0
+    for item in items:
+        if batch and chars + len(item[1]) > BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+        batch.append(item)
+        chars += len(item[1])
+    if batch:
+        yield batch
+
+
+def _parse(data: bytes, file: str) -> dict[str, Any]:
+    """The tokenizer's description; only what this module reads is checked, the rest is for the library to refuse."""
+    try:
+        spec = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _bad(file, f"no JSON, {error}") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+        raise _bad(file, "it holds no model")
+    added = spec.setdefault("added_tokens", [])
+    if not isinstance(added, list) or not all(map(_is_added_token, added)):
+        raise _bad(file, "added_tokens is no list of {id, content}")
+    return spec
+
+
+def _is_added_token(token: Any) -> bool:
+    if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+        return False
+    return type(token.get("id")) is int and token["id"] >= 0
+
+
+def _build(spec: dict[str, Any], file: str) -> tokenizers.Tokenizer:
+    plain = spec | {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
+    plain["model"] = spec["model"] | ({"dropout": None} if "dropout" in spec["model"] else {})
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(plain))
+    except BaseException as error:
+        # The library's panics are no Exceptions.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise _bad(file, str(error)) from error
+
+
+def _bad(file: str, why: str) -> BadData:
+    return BadData(f"{file}: no tokenizer file that can be read ({why}): make one with `llmtrain train-tokenizer`")
+
+
+def _cuts_before_spaces(spec: dict[str, Any]) -> bool:
+    """Whether the splitting is one of which `_SAFE_CUT` is known to be right: byte-level with GPT-2's pattern."""
+    splitter = spec.get("pre_tokenizer") or {}
+    steps = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
+    kinds = {step.get("type") for step in steps}
+    if spec.get("normalizer") is not None or "ByteLevel" not in kinds or kinds - {"ByteLevel", "Digits"}:
+        return False
+    levels = [step for step in steps if step["type"] == "ByteLevel"]
+    return all(step.get("use_regex", True) and not step.get("add_prefix_space", True) for step in levels)

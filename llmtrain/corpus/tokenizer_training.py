@@ -1,0 +1,59 @@
+"""A tokenizer learnt from text files: the work of `train-tokenizer`."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from llmtrain.corpus import tokenizer
+from llmtrain.corpus.config import TokenizerConfig
+from llmtrain.corpus.documents import falls_within, file_size, find_files, not_utf8, read_documents, shown
+from llmtrain.storage.atomic import write_bytes
+from llmtrain.storage.errors import BadData
+
+
+def train_tokenizer(config: TokenizerConfig) -> None:
+    """Writes the tokenizer that `config` asks for and prints what it was learnt from.
+
+    Raises InputMissing, BadData, CannotCreate, StorageFailure.
+    """
+    begin = time.perf_counter()
+    files = find_files(config.inputs, [config.output])
+    total = sum(map(file_size, files))
+    counts = {"documents": 0, "bytes": 0, "left out": 0}
+    # A bar where stderr is a terminal.
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="reading") as bar:
+        texts = _texts(config, files, config.sample_bytes / max(total, 1), counts, bar)
+        data = tokenizer.train(texts, config.vocab_size)
+    if not counts["bytes"]:
+        raise BadData(f"{', '.join(config.inputs)}: no text to learn from: check what --input names")
+    write_bytes(config.output, data)
+    vocab_size = tokenizer.load(config.output).vocab_size
+    print(
+        f"{shown(config.output)}: {vocab_size:,} tokens, learnt from {counts['bytes'] / 1e6:,.1f} MB in "
+        f"{counts['documents']:,} documents of {len(files):,} files in {time.perf_counter() - begin:,.1f} s"
+        + (f", {counts['left out']:,} documents left out (not UTF-8)" if counts["left out"] else "")
+    )
+    if vocab_size < config.vocab_size:
+        print(f"The text has too few different words for {config.vocab_size:,} tokens; {vocab_size:,} were found.")
+
+
+def _texts(
+    config: TokenizerConfig, files: list[Path], share: float, counts: dict[str, int], bar: tqdm
+) -> Iterator[str]:
+    """The text of the documents in the `share`; what was seen is added to `counts`."""
+    for document in read_documents(files, config.document):
+        bar.update(document.size)
+        if not falls_within(document.data, share):
+            continue
+        try:
+            text = document.data.decode()
+        except UnicodeDecodeError as error:
+            if config.on_bad == "error":
+                raise not_utf8(files[document.file], document.begin + error.start) from error
+            counts["left out"] += 1
+            continue
+        counts["documents"] += 1
+        counts["bytes"] += len(document.data)
+        yield text

@@ -1,0 +1,222 @@
+"""Documents encoded by worker processes, in order.
+
+A worker is a process of its own (nothing forked, so no lock or thread of the parent is copied) with one socket to the
+parent. Blocks of documents go out and their ids come back; at most two blocks' bytes wait at a worker. A thread of the
+worker sits in `recv` all the time: it takes the next block while the present one is encoded, and the end of the socket
+is how a worker learns that its parent is gone, however that came about.
+"""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+
+import numpy as np
+
+from llmtrain.corpus.documents import Document, falls_within
+from llmtrain.corpus.tokenizer import Tokenizer
+from llmtrain.storage.errors import InternalError, LlmtrainError
+
+# The worker's program. It finds modules where this process does, whatever the current folder holds.
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llmtrain.corpus.workers import main; main(int(sys.argv[1]))"
+
+# How soon a request to stop is seen while all workers are busy.
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class Encoded:
+    """One block as ids. Arrays go by document of the block."""
+
+    ids: np.ndarray
+    """All documents one after the other, each ended by EOS, uint16."""
+    lengths: np.ndarray
+    """Ids of each document, int64; 0 for one that was left out."""
+    held_out: np.ndarray
+    """Whether its content chooses it for the held-out part, bool."""
+    left_out: list[tuple[int, str, int]]
+    """(number in the block, reason, byte of the document) of those without ids."""
+
+
+def encode_block(tokenizer: Tokenizer, documents: Sequence[bytes | memoryview], holdout: float) -> Encoded:
+    """What a worker does with a block. Raises BadData as `Tokenizer.encode_documents`."""
+    texts: list[str] = []
+    kept: list[int] = []
+    left_out = []
+    for number, data in enumerate(documents):
+        try:
+            text = str(data, "utf-8")
+        except UnicodeDecodeError as error:
+            left_out.append((number, "invalid_utf8", error.start))
+            continue
+        if text:
+            texts.append(text)
+            kept.append(number)
+        else:
+            left_out.append((number, "empty", 0))
+    lengths = np.zeros(len(documents), np.int64)
+    ids, lengths[kept] = tokenizer.encode_documents(texts)
+    held_out = np.array([falls_within(data, holdout) for data in documents], bool)
+    return Encoded(ids, lengths, held_out, left_out)
+
+
+@dataclass
+class Task:
+    """A block on its way: its documents until they are sent, their places in the files, and then its ids."""
+
+    files: list[int]
+    begins: list[int]
+    sizes: list[int]
+    nbytes: int
+    encoded: Encoded | None = None
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    tasks: deque[Task] = field(default_factory=deque)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return sum(task.nbytes for task in self.tasks)
+
+
+def encode_blocks(
+    blocks: Iterable[list[Document]],
+    tokenizer: Tokenizer,
+    workers: int,
+    holdout: float,
+    block_bytes: int,
+    check: Callable[[], None],
+) -> Generator[Task, None, None]:
+    """The blocks in their order, encoded by `workers` processes. The reading of blocks never runs further ahead of the
+    taking of results than a few blocks a worker.
+
+    `check` is called several times a second and may raise, to stop. Raises what encoding raises, and InternalError
+    where a worker dies. On any end, all workers are gone.
+    """
+    with ExitStack() as stack:
+        pool = [_start(tokenizer, holdout, stack) for _ in range(workers)]
+        in_order: deque[Task] = deque()
+        source = iter(blocks)
+        block = next(source, None)
+        while block is not None or in_order:
+            check()
+            while block is not None and len(in_order) < 4 * workers:
+                worker = min(pool, key=lambda worker: worker.waiting_bytes)
+                # A long document waits for a worker that has nothing else, so only one is held twice.
+                if worker.tasks and worker.waiting_bytes + _nbytes(block) > 2 * block_bytes:
+                    break
+                in_order.append(_send(worker, block))
+                block = next(source, None)
+            busy = {worker.connection: worker for worker in pool if worker.tasks}
+            for connection in wait(list(busy), POLL_SECONDS):
+                _receive(busy[connection])  # type: ignore[index]
+            while in_order and in_order[0].encoded is not None:
+                yield in_order.popleft()
+
+
+def _nbytes(block: list[Document]) -> int:
+    return sum(len(document.data) for document in block)
+
+
+def _start(tokenizer: Tokenizer, holdout: float, stack: ExitStack) -> _Worker:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *sys.path]
+        # One core each: that is what the workers are for.
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        # Ctrl-C and a supervisor's signal reach the whole process group; what they mean is the parent's to decide.
+        # A blocked signal stays blocked in the child, and comes to the parent afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+        try:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    connection = Connection(ours.detach())
+    stack.callback(_end, process, connection)
+    worker = _Worker(process, connection)
+    try:
+        connection.send((tokenizer.file, holdout))
+        connection.send_bytes(tokenizer.data)
+    except OSError as error:
+        raise _died(worker) from error
+    return worker
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def _send(worker: _Worker, block: list[Document]) -> Task:
+    files, begins, sizes, datas = map(list, zip(*block, strict=True))
+    task = Task(files, begins, sizes, _nbytes(block))
+    try:
+        worker.connection.send([len(data) for data in datas])
+        worker.connection.send_bytes(b"".join(datas))
+    except OSError as error:
+        raise _died(worker) from error
+    worker.tasks.append(task)
+    return task
+
+
+def _receive(worker: _Worker) -> None:
+    try:
+        answer = worker.connection.recv()
+        if isinstance(answer, LlmtrainError):
+            raise answer
+        lengths, held_out, left_out = answer
+        ids = np.frombuffer(worker.connection.recv_bytes(), np.uint16)
+    except (OSError, EOFError) as error:
+        raise _died(worker) from error
+    worker.tasks.popleft().encoded = Encoded(ids, lengths, held_out, left_out)
+
+
+def _died(worker: _Worker) -> InternalError:
+    code = worker.process.wait()
+    if code == -signal.SIGKILL:
+        return InternalError("a worker was killed, perhaps for want of memory: run again with fewer --workers")
+    return InternalError(f"a worker ended with status {code}: its own message is above")
+
+
+def main(descriptor: int) -> None:
+    """The worker process; `descriptor` is its end of the socket."""
+    connection = Connection(descriptor)
+    work: queue.SimpleQueue[tuple[list[int], bytes]] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                lengths = connection.recv()
+                work.put((lengths, connection.recv_bytes()))
+        except (OSError, EOFError):
+            # The parent has closed the socket or is gone; what is being encoded is for nobody.
+            os._exit(0)
+
+    file, holdout = connection.recv()
+    tokenizer = Tokenizer(connection.recv_bytes(), file)
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        lengths, data = work.get()
+        ends = np.cumsum(lengths)
+        view = memoryview(data)
+        documents = [view[end - length : end] for end, length in zip(ends.tolist(), lengths, strict=True)]
+        try:
+            encoded = encode_block(tokenizer, documents, holdout)
+        except BaseException as error:  # the library's panics are no Exceptions
+            known = isinstance(error, LlmtrainError)
+            connection.send(error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
+            continue
+        connection.send((encoded.lengths, encoded.held_out, encoded.left_out))
+        connection.send_bytes(encoded.ids.view(np.uint8).data)

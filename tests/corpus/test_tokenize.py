@@ -1,0 +1,284 @@
+"""Text files into token files: what comes back, what does not depend on how it was made, and what a failure leaves."""
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmtrain.corpus import tokenize as work
+from llmtrain.corpus.config import TokenizeConfig
+from llmtrain.corpus.documents import falls_within
+from llmtrain.corpus.tokenize import held_out_path, tokenize
+from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
+from llmtrain.corpus.workers import encode_block
+from llmtrain.storage.errors import BadData, CannotCreate, InputMissing, StorageFailure
+
+# Fixed text, so that the documents chosen by their content are the same everywhere.
+TEXTS = (Path(__file__).parents[2] / "LICENSE").read_text().split("\n\n", 4)
+
+
+@pytest.fixture(scope="module")
+def trained() -> bytes:
+    return train(TEXTS, 500)
+
+
+@pytest.fixture
+def here(tmp_path: Path, trained: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tokenizer.json and an empty text/, made the current one."""
+    (tmp_path / "tokenizer.json").write_bytes(trained)
+    (tmp_path / "text").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+CONFIG = TokenizeConfig(inputs=("text",), output=Path("corpus.u16"), holdout=0, workers=1)
+
+
+def put(texts: Sequence[str | bytes], folder: str = "text") -> None:
+    for number, text in enumerate(texts):
+        data = text if isinstance(text, bytes) else text.encode()
+        (Path(folder) / f"{number:03d}.txt").write_bytes(data)
+
+
+def read(path: Path = CONFIG.output, tokenizer: Path = CONFIG.tokenizer) -> list[str]:
+    """The documents of a token file, cut by its index, which must agree with its EOS ids and its manifest."""
+    ids = np.fromfile(path, "<u2")
+    ends = np.fromfile(f"{path}.docs", "<u8").astype(np.int64)
+    manifest = json.loads(Path(f"{path}.json").read_text())
+    assert (np.flatnonzero(ids == manifest["eos_id"]) + 1).tolist() == ends.tolist()
+    assert manifest["tokens"] == len(ids) == sum(one["tokens"] for one in manifest["inputs"])
+    assert manifest["documents"] == len(ends) == sum(one["documents"] for one in manifest["inputs"])
+    assert manifest["max_id"] == ids.max() < manifest["vocab_size"]
+    tokenizer_ = load(tokenizer)
+    assert manifest["tokenizer"] == {"file": str(tokenizer), "sha256": tokenizer_.sha256}
+    return [tokenizer_.decode(part[:-1]) for part in np.split(ids, ends[:-1])]
+
+
+def output_bytes() -> list[bytes]:
+    paths = sorted(path for path in Path().iterdir() if path.name.startswith(("corpus", ".")))
+    return [str(path).encode() + path.read_bytes() for path in paths]
+
+
+def left() -> list[str]:
+    """What lies in the current folder beside the inputs."""
+    return sorted({path.name for path in Path().iterdir()} - {"text", "tokenizer.json"})
+
+
+def test_files_come_back_as_documents_in_order(here: Path, capsys: pytest.CaptureFixture[str]):
+    put(TEXTS)
+    tokenize(CONFIG)
+    assert read() == TEXTS
+    assert left() == ["corpus.u16", "corpus.u16.docs", "corpus.u16.json"]
+    lines = capsys.readouterr().out.splitlines()
+    manifest = json.loads(Path("corpus.u16.json").read_text())
+    assert [f"{one['path']}: {one['tokens']:,} tokens, 1 document" for one in manifest["inputs"]] == lines[:5]
+    assert lines[5] == f"corpus.u16: {manifest['tokens']:,} tokens, 5 documents"
+    assert lines[6].startswith("in all: 5 files, ")
+    assert [one["bytes"] for one in manifest["inputs"]] == [len(text.encode()) for text in TEXTS]
+    assert manifest["engine"]["name"] == "tokenizers" and manifest["vocab_size"] == 500
+
+
+ODD = st.sampled_from([EOS, "x" * 300, "\ufeff", "a b\n" * 50])
+DOCUMENTS = st.lists(st.one_of(st.text(max_size=40), ODD), max_size=12)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(documents=DOCUMENTS, form=st.sampled_from(["file", "line", "%%"]), block_bytes=st.sampled_from([1, 60, 1 << 20]))
+def test_any_documents_come_back_whatever_the_workers_and_blocks(
+    here: Path, documents: list[str], form: str, block_bytes: int
+):
+    for path in Path("text").iterdir():
+        path.unlink()
+    if form == "file":
+        put(["first", *documents])
+        # One byte order mark at the beginning of a file is no text.
+        documents = [one.removeprefix("\ufeff") for one in documents]
+    elif form == "line":
+        documents = [one.replace("\n", " ").replace("\r", " ") for one in documents]
+        put(["first\n" + "".join(one + "\n" for one in documents)])
+    else:
+        documents = [one.replace("%", "") + "\n" for one in documents]
+        put(["first\n%%\n" + "%%\n".join(documents)])
+    first = "first\n" if form == "%%" else "first"
+    made = []
+    for workers in (1, 2):
+        tokenize(replace(CONFIG, document=form, workers=workers), block_bytes=block_bytes)
+        made.append(output_bytes())
+        assert read() == [first, *(one for one in documents if one)]
+    assert made[0] == made[1]
+
+
+@given(documents=st.lists(st.text(max_size=30), max_size=8))
+def test_a_block_says_of_each_document_what_became_of_it(trained: bytes, documents: list[str]):
+    tokenizer = Tokenizer(trained, "t")
+    encoded = encode_block(tokenizer, [one.encode() for one in documents] + [b"\xff"], 0.5)
+    assert [int(length > 0) for length in encoded.lengths] == [int(one != "") for one in documents] + [0]
+    assert encoded.left_out == [(i, "empty", 0) for i, one in enumerate(documents) if not one] + [
+        (len(documents), "invalid_utf8", 0)
+    ]
+    assert encoded.held_out.tolist() == [falls_within(one, 0.5) for one in [o.encode() for o in documents] + [b"\xff"]]
+
+
+def test_output_is_byte_equal_for_every_number_of_workers_and_block_size(here: Path):
+    put([*TEXTS, "", b"\xef\xbb\xbfmarked", *(f"small {i}" for i in range(50)), b"bad \xff", TEXTS[0] * 5])
+    made = []
+    for workers, block_bytes in ((1, 1 << 20), (2, 1 << 14), (3, 1000), (2, 1)):
+        config = replace(CONFIG, holdout=0.3, on_bad="skip", workers=workers)
+        tokenize(config, block_bytes=block_bytes)
+        assert left() == sorted(f"corpus{val}.u16{end}" for val in ("", ".val") for end in ("", ".docs", ".json"))
+        made.append(output_bytes())
+    assert all(one == made[0] for one in made)
+
+
+def test_held_out_documents_are_chosen_by_content_and_lie_in_their_own_file(here: Path):
+    documents = [f"document {number}" for number in range(300)] * 2
+    Path("text/all.txt").write_text("\n".join(documents))
+    tokenize(replace(CONFIG, document="line", holdout=0.1))
+    trained_on, held_out = read(), read(Path("corpus.val.u16"))
+    assert held_out == [one for one in documents if falls_within(one.encode(), 0.1)]
+    assert trained_on == [one for one in documents if not falls_within(one.encode(), 0.1)]
+    assert not set(trained_on) & set(held_out) and 20 < len(held_out) < 120
+
+
+def test_no_document_held_out_removes_what_an_earlier_run_held_out(here: Path, capsys: pytest.CaptureFixture[str]):
+    put(TEXTS)
+    for end in ("", ".docs", ".json"):
+        Path(f"corpus.val.u16{end}").write_text("of an earlier run")
+    tokenize(replace(CONFIG, holdout=1e-9))
+    assert left() == ["corpus.u16", "corpus.u16.docs", "corpus.u16.json"]
+    assert "corpus.val.u16: not written" in capsys.readouterr().out
+
+
+def test_holding_out_nothing_leaves_another_files_names_alone(here: Path):
+    put(TEXTS)
+    Path("corpus.val.u16").write_text("mine")
+    tokenize(CONFIG)
+    assert Path("corpus.val.u16").read_text() == "mine"
+
+
+def test_bad_utf8_stops_and_says_where(here: Path):
+    put(["good", b"\xef\xbb\xbfab\ncd\xffe\n"])
+    with pytest.raises(BadData, match=r"text/001.txt: not UTF-8 at byte 8: .*--on-bad skip"):
+        tokenize(CONFIG)
+    with pytest.raises(BadData, match=r"text/001.txt: not UTF-8 at byte 8"):
+        tokenize(replace(CONFIG, document="line"))
+    assert left() == []
+
+
+def test_bad_utf8_can_be_left_out_and_is_counted_by_reason(here: Path, capsys: pytest.CaptureFixture[str]):
+    put(["good", b"one\n\ntwo \xc3\nthree\n\xed\xa0\x80\n\n", b"\xff\xfea\x00"])
+    tokenize(replace(CONFIG, document="line", on_bad="skip"))
+    assert read() == ["good", "one", "three"]
+    skipped = [one["skipped"] for one in json.loads(Path("corpus.u16.json").read_text())["inputs"]]
+    assert skipped == [{}, {"empty": 2, "invalid_utf8": 2}, {"invalid_utf8": 1}]
+    out = capsys.readouterr().out
+    assert "2 invalid_utf8 left out (the first at byte 9)" in out
+    assert "2 empty left out, 3 invalid_utf8 left out" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("texts", [[], ["", b"\xef\xbb\xbf"]])
+def test_a_corpus_without_text_is_bad_data(here: Path, texts: list[str]):
+    put(texts)
+    with pytest.raises(BadData, match="no files in it|no document that holds text in 2 files"):
+        tokenize(CONFIG)
+    assert left() == []
+
+
+def test_a_corpus_that_is_all_held_out_is_bad_data(here: Path):
+    put(["only this"])
+    with pytest.raises(BadData, match="lower --holdout"):
+        tokenize(replace(CONFIG, holdout=0.999999))
+    assert left() == []
+
+
+def test_a_vocabulary_of_70000_is_refused_before_anything_is_written(here: Path, trained: bytes):
+    put(TEXTS)
+    spec = json.loads(trained)
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "<|last|>", "id": 69_999})
+    Path("tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(BadData, match="70000 does not fit"):
+        tokenize(replace(CONFIG, inputs=("nothing",), output=Path("none/corpus.u16")))
+
+
+def test_a_missing_input_is_missing(here: Path):
+    with pytest.raises(InputMissing, match="none"):
+        tokenize(replace(CONFIG, inputs=("none",)))
+    assert left() == []
+
+
+@pytest.mark.parametrize("taken", ["corpus.u16", "corpus.u16.docs", "corpus.u16.json", "corpus.val.u16.json"])
+def test_an_output_whose_name_is_a_folder_is_refused_at_once(here: Path, taken: str):
+    put([b"\xff"])  # would be bad data, were it read
+    Path(taken).mkdir()
+    with pytest.raises(CannotCreate, match=taken):
+        tokenize(replace(CONFIG, holdout=0.5))
+    assert left() == [taken]
+
+
+def test_outputs_in_the_input_folder_are_not_input(here: Path):
+    put(TEXTS)
+    config = replace(CONFIG, output=Path("text/corpus.u16"), holdout=0.4)
+    tokenize(config)
+    before = [path.read_bytes() for path in sorted(Path("text").glob("corpus*"))]
+    tokenize(config)
+    assert [path.read_bytes() for path in sorted(Path("text").glob("corpus*"))] == before and len(before) == 6
+
+
+def test_a_failed_run_leaves_the_output_of_the_last_one(here: Path):
+    put(TEXTS)
+    tokenize(CONFIG)
+    before = output_bytes()
+    put(["good", b"\xff"])
+    with pytest.raises(BadData):
+        tokenize(CONFIG)
+    assert output_bytes() == before
+
+
+def test_a_run_that_fails_while_it_publishes_leaves_no_half(here: Path, monkeypatch: pytest.MonkeyPatch):
+    put(TEXTS)
+    written: list[Path] = []
+
+    def full_at_the_second(path: Path, **fields: object) -> None:
+        if written:
+            raise StorageFailure("the disk is full")
+        written.append(path)
+        path.with_name(path.name + ".json").write_text("{}")
+
+    monkeypatch.setattr(work, "write_manifest", full_at_the_second)
+    with pytest.raises(StorageFailure):
+        tokenize(replace(CONFIG, holdout=0.4))
+    assert written == [Path("corpus.val.u16")] and left() == []
+
+
+def test_it_can_be_called_from_another_thread(here: Path):
+    put(TEXTS)
+    thread = threading.Thread(target=tokenize, args=(CONFIG,))
+    thread.start()
+    thread.join()
+    assert read() == TEXTS
+
+
+def test_no_worker_is_left_after_a_run(here: Path):
+    put(TEXTS)
+    tokenize(replace(CONFIG, workers=2), block_bytes=1)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_names_of_the_held_out_file():
+    for name, expected in (("data/c.u16", "data/c.val.u16"), ("c", "c.val"), ("a.b.bin", "a.b.val.bin")):
+        assert held_out_path(Path(name)) == Path(expected)
+
+
+def test_names_that_are_not_utf8_are_counted_and_recorded(here: Path, capsys: pytest.CaptureFixture[str]):
+    (Path("text") / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    tokenize(CONFIG)
+    assert read() == ["text"]
+    assert "text/caf\ufffd.txt: " in capsys.readouterr().out

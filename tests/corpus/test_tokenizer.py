@@ -1,0 +1,200 @@
+"""Text to ids and back, and what a tokenizer file may not be."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from llmtrain.corpus import tokenizer as tokenizer_room
+from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, pieces, train
+from llmtrain.storage.errors import BadData, InputMissing
+
+CODE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return train([CODE], 600)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data: bytes) -> Tokenizer:
+    return Tokenizer(data, "tokenizer.json")
+
+
+def changed(data: bytes, **fields: object) -> bytes:
+    return json.dumps(json.loads(data) | fields).encode()
+
+
+def test_training_gives_the_vocabulary_asked_for_and_equal_bytes_each_time(data: bytes, tokenizer: Tokenizer):
+    assert tokenizer.vocab_size == 600 and tokenizer.eos_id == 0
+    assert train([CODE], 600) == data
+
+
+def test_few_texts_give_a_smaller_vocabulary_that_still_holds_every_byte():
+    small = Tokenizer(train(["a"], 16384), "tokenizer.json")
+    assert small.vocab_size == 257
+    text = "".join(map(chr, range(1, 0x800))) + "\N{GRINNING FACE}"
+    assert small.decode(small.encode_batch([text])[0]) == text
+
+
+@given(st.text())
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
+    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
+
+
+def test_the_text_of_a_special_token_is_ordinary_text(tokenizer: Tokenizer):
+    text = f"a{EOS}b {EOS}"
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_truncation_padding_templates_and_dropout_of_the_file_change_no_ids(data: bytes, tokenizer: Tokenizer):
+    library = tokenizers.Tokenizer.from_str(data.decode())
+    library.enable_truncation(3)
+    library.enable_padding(length=10)
+    library.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{EOS} $A {EOS}", special_tokens=[(EOS, 0)]
+    )
+    other = json.loads(library.to_str())
+    other["model"]["dropout"] = 0.5
+    texts = [CODE[:2000], "x"]
+    assert Tokenizer(json.dumps(other).encode(), "t").encode_batch(texts) == tokenizer.encode_batch(texts)
+
+
+def test_documents_end_with_eos_and_nothing_else_holds_it(tokenizer: Tokenizer):
+    texts = ["one", f"two {EOS}", "three\n"]
+    ids, lengths = tokenizer.encode_documents(texts)
+    assert ids.dtype == np.uint16 and lengths.sum() == len(ids)
+    ends = np.cumsum(lengths)
+    assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == (ends - 1).tolist()
+    assert [tokenizer.decode(part[:-1]) for part in np.split(ids, ends[:-1])] == texts
+
+
+def test_no_documents_are_no_ids(tokenizer: Tokenizer):
+    ids, lengths = tokenizer.encode_documents([])
+    assert len(ids) == len(lengths) == 0
+
+
+TEXTS = st.lists(st.text(st.sampled_from("ab1 \n\r\t'.é\u3000\u0085s"), max_size=60), max_size=8)
+
+
+@pytest.mark.parametrize("splitter", ["trained", "digits"])
+@given(texts=TEXTS, limit=st.integers(1, 12))
+def test_long_documents_are_cut_without_a_change_of_ids(data: bytes, splitter: str, texts: list[str], limit: int):
+    if splitter == "digits":
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        library = tokenizers.Tokenizer.from_str(data.decode())
+        library.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment]
+        data = library.to_str().encode()
+    tokenizer = Tokenizer(data, "t")
+    whole = [ids + [0] for ids in tokenizer.encode_batch(texts)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_room, "BATCH_CHARS", limit)
+        ids, lengths = tokenizer.encode_documents(texts)
+    assert lengths.tolist() == [len(one) for one in whole]
+    assert ids.tolist() == sum(whole, [])
+
+
+def test_a_long_document_is_really_cut(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer_room, "BATCH_CHARS", 100)
+    cut = [piece for _, piece, _ in tokenizer._pieces([CODE])]
+    assert "".join(cut) == CODE and len(cut) > len(CODE) / 300
+    whole, _ = tokenizer.encode_documents([CODE])
+    assert whole[:-1].tolist() == tokenizer.encode_batch([CODE])[0]
+
+
+def test_a_tokenizer_with_unknown_splitting_is_not_cut(data: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer_room, "BATCH_CHARS", 1)
+    for fields in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):
+        tokenizer = Tokenizer(changed(data, **fields), "t")
+        assert len(list(tokenizer._pieces(["one two three four"]))) == 1
+
+
+def test_pieces_for_the_trainer_hold_the_whole_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer_room, "BATCH_CHARS", 10)
+    texts = ["", "short", "a line\nand another one\n", "x" * 35]
+    assert "".join(pieces(texts)) == "".join(texts)
+    assert max(map(len, pieces(texts))) <= 10
+
+
+def word_level(size: int, **more: int) -> bytes:
+    vocab = {f"w{i}": i for i in range(size)} | more
+    library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return library.to_str().encode()
+
+
+def test_a_vocabulary_of_65536_fits_and_one_more_does_not():
+    largest = Tokenizer(word_level(65535, **{EOS: 65535}), "t")
+    largest.require_u16()
+    ids, _ = largest.encode_documents(["w65534 w1"])
+    assert ids.tolist() == [65534, 1, 65535]
+    with pytest.raises(BadData, match="65537 does not fit"):
+        Tokenizer(word_level(65535, **{EOS: 65536}), "t").require_u16()
+
+
+def test_an_added_token_counts_for_the_vocabulary(data: bytes):
+    added = [json.loads(data)["added_tokens"][0] | {"content": "</s>", "id": 70000}]
+    tokenizer = Tokenizer(changed(data, added_tokens=added), "t")
+    assert tokenizer.vocab_size == 70001 and tokenizer.eos_id == 0  # <|endoftext|> is in the vocabulary itself
+
+
+def test_ids_that_must_not_occur_are_seen_before_they_are_narrowed(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = Tokenizer(word_level(100, **{EOS: 100}), "t")
+    with pytest.raises(BadData, match="end-of-text id 100"):
+        tokenizer.encode_documents([f"w1 {EOS} w2"])  # a whole word of this tokenizer
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[70000] for _ in texts])
+    with pytest.raises(BadData, match="beyond its 101"):
+        tokenizer.encode_documents(["x"])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"model": 3}',
+        b'{"model": {"type": "BPE"}}',
+        b'{"model": {"type": "Nothing", "vocab": {}}}',
+        b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [{"content": 3, "id": 1}]}',
+        b'{"model": {"type": "BPE", "vocab": {"a": 1}, "merges": [["a", "b"]]}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_broken_tokenizer_is_bad_data_that_names_the_file(tmp_path: Path, broken: bytes):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(broken)
+    with pytest.raises(BadData, match=str(path)) as raised:
+        load(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_torn_tokenizer_is_bad_data(tmp_path: Path, data: bytes):
+    path = tmp_path / "tokenizer.json"
+    for end in range(0, len(data), len(data) // 17):
+        path.write_bytes(data[:end])
+        with pytest.raises(BadData):
+            load(path)
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_bad_data():
+    with pytest.raises(BadData, match="no end-of-text token"):
+        Tokenizer(word_level(10), "t")
+
+
+def test_a_missing_tokenizer_is_a_missing_input(tmp_path: Path):
+    with pytest.raises(InputMissing, match="no such file"):
+        load(tmp_path / "none.json")
+
+
