@@ -45,7 +45,9 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
                 names = {field.name for field in dataclasses.fields(config)}
                 asked[section] |= {name: plain(value) for name, value in given.items() if name in names}
             tables, given = tables_for_resume(read_tables(run_dir / "config.toml"), asked), {}
-    parts: dict[str, Any] = {name: build(config, given, tables[name], f"{where} [{name}]") for name, config in SECTIONS.items()}
+    parts: dict[str, Any] = {}
+    for section, config in SECTIONS.items():
+        parts[section] = build(config, given, tables[section], f"{where} [{section}]")
     return TrainConfig(**parts)
 
 

@@ -1,6 +1,6 @@
 """A weight as the ops see it: an FP32 master, a narrow operand, an FP32 gradient buffer.
 
-The optimizer's side preallocates `weight.grad` (a view of a flat buffer), keeps `weight.narrow_copy` (one in the
+The optimizer's side preallocates `weight.grad` (a view of a flat buffer), keeps `weight.operand_cache` (a copy in the
 compute dtype, rebuilt after every write of the master) and, at the start of a step, sets `weight.grad_stale`. The
 first op that delivers a gradient then overwrites the buffer, later ones add: no memset, and no read of what is about
 to be replaced. A weight without those attributes works too: its gradient goes back through autograd as usual.
@@ -14,7 +14,7 @@ def operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`: itself, its cached narrow copy, or a fresh cast. Same shape as the weight."""
     if weight.dtype == dtype:
         return weight.detach()
-    narrow = getattr(weight, "narrow_copy", None)
+    narrow = getattr(weight, "operand_cache", None)
     if narrow is not None and narrow.dtype == dtype:
         return narrow
     return weight.detach().to(dtype)

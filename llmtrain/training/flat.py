@@ -66,7 +66,7 @@ class FlatParameters:
             if self.grad is not None:
                 parameter.grad = self.view(self.grad, name)
             if self.narrow is not None:
-                parameter.narrow_copy = self.view(self.narrow, name)  # type: ignore[attr-defined]
+                parameter.operand_cache = self.view(self.narrow, name)  # type: ignore[attr-defined]
         c = model.config
         model.cos, model.sin = rotary_tables(c.max_seq_len, c.head_dim, c.rope_theta, device)
         model.compute_dtype = compute_dtype

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.corpus.batches import held_out_batches
 from llmtrain.corpus.order import Source
 from llmtrain.model.evaluation import evaluate
@@ -19,6 +18,8 @@ def _token_bytes(path: Path, vocab_size: int, device: torch.device) -> torch.Ten
     """Bytes of text of each id, (vocab_size,) int64; None where the run has no tokenizer."""
     if not path.exists():
         return None
+    from llmtrain.corpus import tokenizer as tokenizers  # here, because most runs of a test never need the library
+
     known = torch.from_numpy(tokenizers.token_bytes(tokenizers.load(path))).long()
     table = torch.zeros(vocab_size, dtype=torch.int64)
     table[: len(known)] = known[:vocab_size]

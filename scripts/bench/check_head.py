@@ -126,7 +126,7 @@ def check_cross_entropy(report: Report, timer: DeviceTimer) -> None:
 def a_head(n: int, d: int, v: int) -> tuple[torch.Tensor, torch.nn.Parameter, torch.Tensor]:
     x = torch.randn(n, d, device="cuda").bfloat16().requires_grad_()
     weight = torch.nn.Parameter(torch.randn(v, d, device="cuda") * 0.02)
-    weight.narrow_copy = weight.detach().bfloat16()  # type: ignore[attr-defined]
+    weight.operand_cache = weight.detach().bfloat16()  # type: ignore[attr-defined]
     weight.grad = torch.full_like(weight, float("nan"))
     return x, weight, some_targets(n, v)
 
@@ -142,7 +142,7 @@ def ours(x: torch.Tensor, weight: torch.nn.Parameter, targets: torch.Tensor, chu
 
 def materialised(x: torch.Tensor, weight: torch.nn.Parameter, targets: torch.Tensor) -> torch.Tensor:
     """The same by autograd on whole logits, dW in bf16."""
-    narrow = weight.narrow_copy.requires_grad_()  # type: ignore[attr-defined,operator]
+    narrow = weight.operand_cache.requires_grad_()  # type: ignore[attr-defined,operator]
     x.grad = narrow.grad = None
     loss = F.cross_entropy((x @ narrow.T).float(), targets, ignore_index=IGNORED, reduction="sum")
     loss.backward()
@@ -161,7 +161,7 @@ def peak_mib(run: Callable[[], object]) -> float:
 def check_head(report: Report, timer: DeviceTimer) -> None:
     x, weight, targets = a_head(4096, 768, 32000)
     x64 = x.detach().double().requires_grad_()
-    w64 = weight.narrow_copy.double().requires_grad_()  # type: ignore[attr-defined,operator]
+    w64 = weight.operand_cache.double().requires_grad_()  # type: ignore[attr-defined,operator]
     loss64 = F.cross_entropy(x64 @ w64.T, targets, ignore_index=IGNORED, reduction="sum")
     loss64.backward()
     for chunk in (None, 1000):

@@ -87,7 +87,7 @@ def test_a_step_that_is_not_applied_changes_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-def test_without_a_narrow_copy(implementation):
+def test_without_a_operand_cache(implementation):
     with_narrow, without = fresh(5000, torch.float32), fresh(5000, torch.float32)
     without[4] = None
     for state in (with_narrow, without):

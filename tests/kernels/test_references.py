@@ -45,7 +45,7 @@ def master(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     values = randn(*shape, dtype=dtype, scale=scale).detach()
     weight = values.to(F64 if dtype == F64 else F32, copy=True).requires_grad_()
     if dtype == BF16:
-        weight.narrow_copy = values  # type: ignore[attr-defined]
+        weight.operand_cache = values  # type: ignore[attr-defined]
     return weight
 
 
@@ -104,15 +104,15 @@ def test_linear(dtype, delivery):
     close(x.grad, x64.grad, BOUND[dtype])
 
 
-def test_linear_takes_the_cached_narrow_copy_where_there_is_one():
+def test_linear_takes_the_cached_operand_cache_where_there_is_one():
     w = master(8, 4, dtype=BF16)
-    w.narrow_copy = torch.full((8, 4), 2.0, dtype=BF16)
+    w.operand_cache = torch.full((8, 4), 2.0, dtype=BF16)
     x = torch.ones(1, 4, dtype=BF16)
     assert torch.equal(linear(x, w), torch.full((1, 8), 8.0, dtype=BF16))
     assert not torch.equal(linear(x.float(), w), torch.full((1, 8), 8.0))
 
 
-@pytest.mark.xfail(strict=True, reason="Tensor has a method narrow_copy, so operand's getattr never falls to None")
+@pytest.mark.xfail(strict=True, reason="Tensor has a method operand_cache, so operand's getattr never falls to None")
 def test_a_weight_without_a_cached_copy_is_cast():
     w = torch.randn(8, 4)
     x = torch.randn(3, 4).bfloat16()

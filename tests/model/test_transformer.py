@@ -104,7 +104,7 @@ def test_stages_compose_to_the_whole_model_bit_for_bit(config, cuts, dtype):
     for model in (whole, *stages):
         model.compute_dtype = dtype
         for parameter in model.parameters():
-            parameter.narrow_copy = parameter.detach().to(dtype)
+            parameter.operand_cache = parameter.detach().to(dtype)
 
     ids, targets = batch(3, 12)
     doc_start = (torch.arange(12) // 5 * 5).expand(3, 12)

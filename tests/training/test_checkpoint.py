@@ -1,0 +1,142 @@
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from llmtrain.model.config import ModelConfig
+from llmtrain.model.transformer import Transformer
+from llmtrain.storage.errors import BadData, InputMissing, StorageFailure
+from llmtrain.training import checkpoint
+from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.flat import FlatParameters
+from llmtrain.training.optimizer import AdamW
+
+CONFIG = ModelConfig(
+    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32, qk_norm=True
+)
+
+
+def state(seed: int, config: ModelConfig = CONFIG) -> tuple[FlatParameters, AdamW]:
+    """Parameters and moments of random values."""
+    model = Transformer(config, device="meta")
+    flat = FlatParameters(model, "cpu", torch.bfloat16)
+    optimizer = AdamW(flat, OptimizerConfig())
+    generator = torch.Generator().manual_seed(seed)
+    for name in flat.spans:
+        for buffer in (flat.master, optimizer.exp_avg, optimizer.exp_avg_sq):
+            flat.view(buffer, name).normal_(generator=generator)
+    optimizer.count.fill_(seed)
+    flat.refresh_narrow()
+    return flat, optimizer
+
+
+def save(run_dir: Path, step: int, seed: int) -> Path:
+    return checkpoint.save(run_dir, step, *state(seed), {"config": {"model": vars(CONFIG)}})
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
+    flat, optimizer = state(5)
+    folder = checkpoint.save(tmp_path, 7, flat, optimizer, {"samples": 42})
+    other, its_optimizer = state(6)
+    loaded = checkpoint.load(folder, other, its_optimizer)
+    assert (loaded["step"], loaded["samples"], loaded["optimizer"]) == (7, 42, {"count": 5, "skipped": 0})
+    assert torch.equal(other.master, flat.master)
+    assert torch.equal(other.narrow, flat.narrow)
+    assert torch.equal(its_optimizer.exp_avg, optimizer.exp_avg)
+    assert torch.equal(its_optimizer.exp_avg_sq, optimizer.exp_avg_sq)
+    assert int(its_optimizer.count) == 5
+
+
+def test_the_safetensors_library_reads_the_weights(tmp_path):
+    flat, optimizer = state(1)
+    folder = checkpoint.save(tmp_path, 1, flat, optimizer, {})
+    weights = safetensors.torch.load_file(folder / checkpoint.MODEL)
+    assert set(weights) == set(flat.parameters)
+    for name, parameter in flat.parameters.items():
+        assert torch.equal(weights[name], parameter.detach())
+
+
+def test_a_weights_file_is_four_bytes_a_parameter(tmp_path):
+    flat, optimizer = state(1)
+    path = checkpoint.save(tmp_path, 1, flat, optimizer, {}) / checkpoint.MODEL
+    with open(path, "rb") as file:
+        (header,) = struct.unpack("<Q", file.read(8))
+    assert path.stat().st_size == 8 + header + 4 * sum(p.numel() for p in flat.parameters.values())
+
+
+def test_the_manifest_names_the_pieces_of_every_tensor_and_ends_with_its_own_hash(tmp_path):
+    folder = save(tmp_path, 3, 1)
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    assert list(manifest)[-1] == "sha256"
+    assert set(manifest["files"]) == {checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE}
+    piece = {"file": checkpoint.MODEL, "offsets": [0, 0], "shape": [64, 32]}
+    assert manifest["tensors"]["model"]["embedding.weight"] == [piece]
+    assert "exp_avg_sq.layers.1.attention.q_norm.weight" in manifest["tensors"]["optimizer"]
+
+
+@pytest.mark.parametrize("name", [checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE, checkpoint.MANIFEST])
+def test_a_flipped_bit_or_a_cut_in_any_file_sends_the_reader_to_the_checkpoint_before(name: str, tmp_path):
+    for damage in (lambda data: data[:-3], lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:]):
+        run_dir = tmp_path / f"run{damage(b' ' * 50)[40]}"
+        save(run_dir, 1, 1)
+        victim = save(run_dir, 2, 2) / name
+        victim.write_bytes(damage(victim.read_bytes()))
+        flat, optimizer = state(9)
+        found, said = checkpoint.restore_newest(run_dir, flat, optimizer)
+        assert found is not None and found["step"] == 1
+        assert torch.equal(flat.master, state(1)[0].master)
+        assert len(said) == 1 and "step-00000002" in said[0]
+        assert checkpoint.list_steps(run_dir) == [1]
+
+
+def test_rotation_keeps_the_newest_and_never_counts_a_damaged_one(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, step)
+    (checkpoint.folder_of(tmp_path, 4) / checkpoint.MANIFEST).unlink()
+    checkpoint.rotate(tmp_path, 2)
+    assert checkpoint.list_steps(tmp_path) == [4, 3, 2]
+    assert checkpoint.newest_valid(tmp_path).name == "step-00000003"
+
+
+def test_strays_in_the_folder_disturb_nothing(tmp_path):
+    save(tmp_path, 5, 1)
+    folder = tmp_path / "checkpoints"
+    for stray in ("step-00000009.partial", "step-00000008.corrupt", "step-9", "step-00000007 (copy)", "notes"):
+        (folder / stray).mkdir()
+    (folder / "step-00000099").write_text("a file")
+    assert checkpoint.list_steps(tmp_path) == [5]
+    save(tmp_path, 9, 2)
+    assert checkpoint.list_steps(tmp_path) == [9, 5]
+    assert not (folder / "step-00000009.partial").exists()
+
+
+def test_a_failed_save_leaves_the_checkpoints_that_were_there_and_no_partial_one(tmp_path, monkeypatch):
+    save(tmp_path, 1, 1)
+
+    def full(*args, **kwargs):
+        raise StorageFailure("the disk is full")
+
+    monkeypatch.setattr(checkpoint.atomic, "write_json", full)
+    with pytest.raises(StorageFailure):
+        save(tmp_path, 2, 2)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_model_comes_back_for_inference(tmp_path):
+    folder = save(tmp_path, 1, 1)
+    model, config, _ = checkpoint.load_model(folder, "cpu", "fp32")
+    assert config == CONFIG
+    assert torch.equal(model.embedding.weight, state(1)[0].parameters["embedding.weight"])
+    assert not any(p.requires_grad for p in model.parameters())
+    with pytest.raises(InputMissing):
+        checkpoint.load_model(tmp_path / "none")
+
+
+def test_the_tensors_of_another_shape_are_refused(tmp_path):
+    folder = save(tmp_path, 1, 1)
+    with pytest.raises(BadData, match="not this model's"):
+        checkpoint.load(folder, *state(1, replace(CONFIG, d_model=64)))

@@ -1,0 +1,78 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llmtrain.storage.errors import ConfigMismatch
+from llmtrain.training.config import OptimizerConfig, RunConfig, ScheduleConfig, tables_for_resume, to_tables, to_toml
+from tests.training.conftest import config
+
+
+def test_a_configuration_survives_its_toml(tmp_path):
+    one = config(Path('odd "name" \\ ü\n.u16'), tmp_path, epochs=0.5)
+    tables = tomllib.loads(to_toml(one))
+    assert tables["data"]["tokens"] == ['odd "name" \\ ü\n.u16']
+    assert tables["schedule"] == {"total_steps": 12, "epochs": 0.5, "warmup_steps": 5, "min_lr_ratio": 0.1}
+    assert tables["optimizer"]["adam_eps"] == 1e-8
+    assert {k: list(v) if isinstance(v, tuple) else v for k, v in to_tables(one)["data"].items()} == tables["data"]
+
+
+def tables() -> dict:
+    return to_tables(config(Path("c.u16"), Path("run")))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("model", "d_model", 64),
+        ("data", "seq_len", 32),
+        ("optimizer", "learning_rate", 1e-3),
+        ("schedule", "total_steps", 13),
+        ("schedule", "warmup_steps", 6),
+        ("run", "seed", 1),
+        ("run", "precision", "bf16"),
+    ],
+)
+def test_what_would_make_another_run_is_refused_by_name(section: str, name: str, value):
+    with pytest.raises(ConfigMismatch, match=name):
+        tables_for_resume(tables(), {section: {name: value}})
+    assert tables_for_resume(tables(), {section: {name: tables()[section][name]}}) == tables()
+
+
+def test_what_does_not_change_the_run_may_change():
+    asked = {"run": {"log_every": 7, "checkpoint_every": 9}, "data": {"val_tokens": ["v"]}}
+    merged = tables_for_resume(tables(), asked)
+    assert (merged["run"]["log_every"], merged["run"]["checkpoint_every"]) == (7, 9)
+    assert merged["data"]["val_tokens"] == ["v"]
+
+
+def test_the_split_into_micro_batches_may_change_and_the_sequences_of_a_step_may_not():
+    merged = RunConfig(**tables_for_resume(tables(), {"run": {"batch_size": 2}})["run"])
+    assert (merged.batch_size, merged.sequences_per_step) == (2, 6)
+    merged = RunConfig(**tables_for_resume(tables(), {"run": {"batch_size": 3, "accumulate": 2}})["run"])
+    assert (merged.batch_size, merged.sequences_per_step) == (3, 6)
+    with pytest.raises(ConfigMismatch, match="6 sequences"):
+        tables_for_resume(tables(), {"run": {"batch_size": 4, "accumulate": 2}})
+
+
+def test_a_model_file_that_leaves_the_vocabulary_open_fits_any():
+    saved = tables()
+    saved["model"]["vocab_size"] = 96
+    assert tables_for_resume(saved, {"model": {"vocab_size": 0}})["model"]["vocab_size"] == 96
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: RunConfig(batch_size=0), "batch_size .*0"),
+        (lambda: RunConfig(keep_checkpoints=1), "keep_checkpoints .*1"),
+        (lambda: RunConfig(accumulate=2, global_batch_size=8), "accumulate 2"),
+        (lambda: ScheduleConfig(min_lr_ratio=2), "min_lr_ratio .*2"),
+        (lambda: ScheduleConfig(epochs=0), "epochs .*0"),
+        (lambda: OptimizerConfig(beta2=1.0), "beta2 .*1.0"),
+        (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate .*nan"),
+    ],
+)
+def test_a_value_out_of_range_is_named(make, names: str):
+    with pytest.raises(ValueError, match=names):
+        make()

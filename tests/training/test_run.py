@@ -1,0 +1,210 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmtrain.storage.errors import ConfigMismatch, StopRequested
+from llmtrain.storage.journal import JsonLines
+from llmtrain.training import checkpoint, run
+from tests.training.conftest import config, write_corpus
+
+
+def lines(run_dir: Path, kind: str) -> list[dict]:
+    return [line for line in JsonLines.read(run_dir / "metrics.jsonl") if line["kind"] == kind]
+
+
+def figures(run_dir: Path) -> list[tuple]:
+    """What must not depend on how often a run was stopped."""
+    return [(x["step"], x["lm_loss"], x["grad_norm"], x["lr"], x["epoch"]) for x in lines(run_dir, "train")]
+
+
+def tensors_of(run_dir: Path, step: int) -> dict[str, bytes]:
+    folder = checkpoint.folder_of(run_dir, step)
+    return {name: (folder / name).read_bytes() for name in (checkpoint.MODEL, checkpoint.OPTIMIZER)}
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A signal that arrives while `step` is running."""
+    update = run.start.TrainStep.optimizer_step
+    done = [0]
+
+    def counted(self, lr):
+        update(self, lr)
+        done[0] += 1
+        if done[0] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run.start.TrainStep, "optimizer_step", counted)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    run.train(config(corpus, run_dir), resume=False)
+    return run_dir
+
+
+def test_a_run_learns_and_leaves_what_the_contract_says(undisturbed: Path):
+    trained = lines(undisturbed, "train")
+    assert [x["step"] for x in trained] == list(range(1, 13))
+    assert trained[-1]["lm_loss"] < 0.9 * trained[0]["lm_loss"]
+    named = "lm_loss aux_loss ppl lr grad_norm epoch tok_per_s mfu hfu step_ms data_ms peak_gib host_rss_mib"
+    assert set(named.split()) <= set(trained[0])
+    assert {p.name for p in checkpoint.folder_of(undisturbed, 12).iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+    }  # fmt: skip
+    status = json.loads((undisturbed / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("finished", 12, 0)
+
+
+# 37 windows, 6 a step: the first epoch ends within step 7. Warmup ends at 5.
+@pytest.mark.parametrize("k", [1, 3, 6, 7])
+def test_a_stopped_and_resumed_run_ends_in_the_same_bits(k: int, corpus, undisturbed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, k)
+        run.train(config(corpus, tmp_path / "run"), resume=False)
+    assert checkpoint.list_steps(tmp_path / "run") == [k]
+    run.train(config(corpus, tmp_path / "run"), resume=True)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+
+
+def test_resumed_twice_ends_in_the_same_bits(corpus, undisturbed, tmp_path, monkeypatch):
+    for k in (2, 5):
+        with monkeypatch.context() as patched, pytest.raises(StopRequested):
+            stop_at(patched, k)
+            run.train(config(corpus, tmp_path / "run"), resume=True)
+    run.train(config(corpus, tmp_path / "run"), resume=True)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert [x["attempt"] for x in lines(tmp_path / "run", "train")] == [1] * 2 + [2] * 5 + [3] * 5
+
+
+def test_a_killed_run_loses_only_what_came_after_its_last_checkpoint(corpus, undisturbed, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(self, lr):
+        if checkpoint.list_steps(tmp_path / "run") == [4]:
+            deaths.append(1)
+            if len(deaths) == 3:  # two more steps run, and log, before the end
+                raise Killed
+        return update(self, lr)
+
+    deaths: list[int] = []
+    update = run.start.TrainStep.optimizer_step
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(run.start.TrainStep, "optimizer_step", die)
+        run.train(config(corpus, tmp_path / "run", run={"checkpoint_every": 4}), resume=False)
+    assert figures(tmp_path / "run")[-1][0] == 6
+    run.train(config(corpus, tmp_path / "run", run={"checkpoint_every": 4}), resume=True)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+
+
+def test_each_window_of_an_epoch_is_seen_once_across_a_resume(corpus, tmp_path, monkeypatch):
+    seen: list[int] = []
+    fill = run.BatchStream.__next__
+
+    def taken(self):
+        batch = fill(self)
+        seen.extend(int(row[0]) * 100000 + int(row.sum()) for row in batch.ids[: batch.sequences])
+        return batch
+
+    monkeypatch.setattr(run.BatchStream, "__next__", taken)
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 3)
+        run.train(config(corpus, tmp_path / "run", total_steps=None, epochs=1), resume=False)
+    run.train(config(corpus, tmp_path / "run", total_steps=None, epochs=1), resume=True)
+    assert len(seen) == 37
+    assert len(set(seen)) == 37
+
+
+def test_another_split_into_micro_batches_gives_the_same_run_up_to_rounding(corpus, undisturbed, tmp_path):
+    run.train(config(corpus, tmp_path / "run", run={"batch_size": 2}), resume=False)
+    for one, other in zip(figures(tmp_path / "run"), figures(undisturbed), strict=True):
+        assert one[1] == pytest.approx(other[1], rel=1e-5)
+
+
+def test_intervals_change_no_loss_by_one_bit(corpus, undisturbed, tmp_path):
+    held_out = write_corpus(tmp_path / "val.u16", 200, seed=1)
+    changed = config(corpus, tmp_path / "run", run={"checkpoint_every": 3, "val_every": 2})
+    changed = replace(changed, data=replace(changed.data, val_tokens=(str(held_out),)))
+    run.train(changed, resume=False)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert [x["step"] for x in lines(tmp_path / "run", "eval")] == [0, 2, 4, 6, 8, 10, 12]
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert checkpoint.list_steps(tmp_path / "run") == [12, 9, 6]
+
+
+def test_a_finished_run_resumed_is_finished(corpus, undisturbed, tmp_path):
+    before = tensors_of(undisturbed, 12)
+    run.train(config(corpus, undisturbed), resume=True)
+    assert tensors_of(undisturbed, 12) == before
+    assert json.loads((undisturbed / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_run_directory_with_checkpoints_is_refused_without_resume(corpus, undisturbed):
+    with pytest.raises(ConfigMismatch, match="--resume"):
+        run.train(config(corpus, undisturbed), resume=False)
+
+
+def test_another_corpus_is_refused_on_resume(undisturbed, tmp_path):
+    other = write_corpus(tmp_path / "other.u16", 16 * 37 + 5, seed=7)
+    with pytest.raises(ConfigMismatch, match="not the corpus"):
+        run.train(config(other, undisturbed), resume=True)
+
+
+def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus, undisturbed, tmp_path):
+    for suffix in ("", ".json", ".docs"):
+        (tmp_path / f"moved.u16{suffix}").write_bytes(Path(f"{corpus}{suffix}").read_bytes())
+    run.train(config(tmp_path / "moved.u16", undisturbed), resume=True)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(corpus, undisturbed, tmp_path):
+    settings = config(corpus, tmp_path / "run", run={"checkpoint_every": 6})
+    run.train(settings, resume=False)
+    damaged = checkpoint.folder_of(tmp_path / "run", 12) / checkpoint.OPTIMIZER
+    data = bytearray(damaged.read_bytes())
+    data[-20] ^= 4
+    damaged.write_bytes(data)
+    run.train(settings, resume=True)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert (tmp_path / "run/checkpoints/step-00000012.corrupt").is_dir()
+    assert any("set aside" in x["text"] for x in lines(tmp_path / "run", "event"))
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_75_and_resume_goes_on(corpus, tmp_path):
+    arguments = [
+        sys.executable, "-m", "llmtrain", "train", "--tokens", corpus, "--run-dir", tmp_path / "run",
+        "--d-model", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--head-dim", "8", "--d-ff", "48",
+        "--seq-len", "16", "--batch-size", "4", "--total-steps", "100000", "--warmup-steps", "5", "--log-every", "1",
+        "--device", "cpu",
+    ]  # fmt: skip
+    process = subprocess.Popen(list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    killer = threading.Timer(100, process.kill)
+    killer.start()
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if " step 3/" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    asked = time.monotonic()
+    process.stdout.read()
+    error = process.stderr.read()
+    assert process.wait() == 75, error
+    killer.cancel()
+    assert time.monotonic() - asked < 20
+    (stopped,) = checkpoint.list_steps(tmp_path / "run")
+    assert stopped >= 3
+    assert error.count("\n") == 1 and f"step {stopped}" in error and "--resume" in error
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("stopped", stopped, 75)

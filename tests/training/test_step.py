@@ -1,0 +1,120 @@
+import pytest
+import torch
+
+from llmtrain.kernels.cross_entropy import IGNORED
+from llmtrain.model.config import ModelConfig
+from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.step import TrainStep
+
+CONFIG = ModelConfig(
+    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32, z_loss=1e-4
+)
+T = 12
+
+
+def build(batch_size: int, precision: str, **optimizer) -> TrainStep:
+    return TrainStep.build(
+        CONFIG, OptimizerConfig(**optimizer), batch_size=batch_size, seq_len=T, precision=precision, seed=3
+    )
+
+
+def data(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 64, (rows, T + 1), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = IGNORED
+    return ids[:, :-1].contiguous(), targets
+
+
+def feed(step: TrainStep, ids: torch.Tensor, targets: torch.Tensor, batch_size: int) -> None:
+    """A step's rows in micro-batches; missing rows have no targets."""
+    for begin in range(0, len(ids), batch_size):
+        short = batch_size - len(ids[begin : begin + batch_size])
+        part = torch.cat([ids[begin : begin + batch_size], torch.zeros(short, T, dtype=torch.int64)])
+        wanted = torch.cat([targets[begin : begin + batch_size], torch.full((short, T), IGNORED)])
+        step.micro_step(part, wanted, first=begin == 0)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("fp64", 1e-12)])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7])
+def test_gradients_of_any_split_equal_those_of_the_whole_batch(batch_size: int, precision: str, bound: float):
+    ids, targets = data(10)
+    whole, split = build(10, precision), build(batch_size, precision)
+    for step, size in ((whole, 10), (split, batch_size)):
+        feed(step, *data(10, seed=9), size)  # what an earlier step left in the buffers must not show
+        feed(step, ids, targets, size)
+    for name, parameter in whole.flat.parameters.items():
+        other = split.flat.parameters[name].grad
+        assert parameter.grad is not None and other is not None
+        assert (parameter.grad - other).norm() <= bound * parameter.grad.norm(), name
+    assert torch.allclose(whole.sums, split.sums, rtol=bound)
+    assert split.sums[2] == (targets != IGNORED).sum()
+
+
+def test_the_update_is_torchs_adamw_on_the_mean_with_decay_on_matrices_only():
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.3, "grad_clip": 0.5, "beta2": 0.99}
+    ours, theirs = build(4, "fp64", **settings), build(4, "fp64", **settings)
+    parameters = theirs.flat.parameters.values()
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
+    for i in range(5):
+        ids, targets = data(4, seed=i)
+        feed(ours, ids, targets, 4)
+        ours.optimizer_step(1e-2)
+
+        theirs.flat.grad.zero_()
+        loss = theirs.model.loss(ids, targets)
+        (loss.lm + loss.aux).backward()
+        theirs.flat.grad.div_(loss.n_targets)
+        norm = torch.nn.utils.clip_grad_norm_(list(parameters), 0.5)
+        reference.step()
+        assert ours.metrics()["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+        assert ours.metrics()["lm_loss"] == pytest.approx(float(loss.lm / loss.n_targets), rel=1e-12)
+    for name, parameter in ours.flat.parameters.items():
+        torch.testing.assert_close(parameter, theirs.flat.parameters[name], rtol=1e-6, atol=1e-8)
+
+
+def test_narrow_copies_follow_the_masters():
+    step = build(4, "bf16")
+    for i in range(2):
+        feed(step, *data(4, seed=i), 4)
+        step.optimizer_step(1e-2)
+    assert step.flat.narrow is not None and step.flat.narrow.dtype == torch.bfloat16
+    assert torch.equal(step.flat.narrow, step.flat.master.bfloat16())
+
+
+def test_a_step_whose_gradient_is_not_finite_changes_no_weight_and_is_counted():
+    step = build(4, "fp32")
+    feed(step, *data(4), 4)
+    step.optimizer_step(1e-2)
+    before = [t.clone() for t in (step.flat.master, step.optimizer.exp_avg, step.optimizer.exp_avg_sq)]
+    feed(step, *data(4), 4)
+    step.flat.grad[7] = float("nan")
+    step.optimizer_step(1e-2)
+    for old, new in zip(before, (step.flat.master, step.optimizer.exp_avg, step.optimizer.exp_avg_sq), strict=True):
+        assert torch.equal(old, new)
+    assert (int(step.optimizer.count), int(step.optimizer.skipped)) == (1, 1)
+
+
+def test_a_step_without_a_single_target_changes_nothing():
+    step = build(4, "fp32")
+    before = step.flat.master.clone()
+    ids, targets = data(4)
+    feed(step, ids, torch.full_like(targets, IGNORED), 4)
+    step.optimizer_step(1e-2)
+    assert torch.equal(step.flat.master, before)
+
+
+def test_bf16_follows_fp32():
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        step = build(8, precision)
+        for i in range(30):
+            feed(step, *data(8, seed=i % 3), 8)
+            step.optimizer_step(1e-2)
+        losses[precision] = step.metrics()["lm_loss"]
+    assert losses["fp32"] < 3.5
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
