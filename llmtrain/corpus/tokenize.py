@@ -42,9 +42,10 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int = BLOCK_BYTES) -> None:
     tokenizer = tokenizer_room.load(config.tokenizer)
     tokenizer.require_u16()
     outputs = [config.output] + ([held_out_path(config.output)] if config.holdout else [])
-    files = find_files(config.inputs, [p for path in outputs for p in _names(path)])
+    # A folder may well hold what this command itself reads and writes.
+    files = find_files(config.inputs, [config.tokenizer, *(name for path in outputs for name in _names(path))])
     counts = _Counts(files, config.on_bad)
-    workers = min(config.workers or len(os.sched_getaffinity(0)), counts.total // block_bytes + 1)
+    workers = min(config.workers or _cores(), counts.total // block_bytes + 1)
     with _stop_signals() as check:
         parts = _write_parts(config, tokenizer, outputs, counts, workers, block_bytes, check)
     _summary(parts, counts, time.perf_counter() - begin)
@@ -97,6 +98,11 @@ def _write_parts(
                     path.unlink()
         raise
     return parts
+
+
+def _cores() -> int:
+    """Cores that this process may use; where that cannot be asked, those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _names(path: Path) -> list[Path]:

@@ -48,6 +48,11 @@ class Tokenizer:
     """The path that it was loaded from."""
     data: bytes
     """The file's bytes."""
+    vocab: dict[str, int]
+    """Token to id, added tokens excluded unless the vocabulary itself holds them."""
+    added_ids: set[int]
+    byte_level: bool
+    """Whether the characters of its tokens stand for bytes."""
 
     def __init__(self, data: bytes, file: str) -> None:
         """From the bytes of a tokenizer file; `file` is for messages and the manifest. Raises BadData."""
@@ -63,6 +68,9 @@ class Tokenizer:
         if eos_id is None:
             raise BadData(f"{file}: the tokenizer has no end-of-text token such as {EOS}: name another tokenizer")
         self.eos_id = eos_id
+        self.vocab = vocab
+        self.added_ids = set(added.values())
+        self.byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         self._can_cut = _cuts_before_spaces(spec)
 
     def require_u16(self) -> None:
@@ -131,6 +139,20 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
     except OSError as error:
         raise read_error(error, path) from error
     return Tokenizer(data, os.fspath(path))
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """Bytes of text that each id stands for, (vocab_size,) int64; 0 for EOS and whatever no text is turned into."""
+    sizes = np.zeros(tokenizer.vocab_size, np.int64)
+    for token, number in tokenizer.vocab.items():
+        if tokenizer.byte_level:
+            sizes[number] = len(token)  # a character of such a vocabulary stands for one byte
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            sizes[number] = 1
+        else:
+            sizes[number] = len(token.replace("\u2581", " ").encode())
+    sizes[[*tokenizer.added_ids, tokenizer.eos_id]] = 0
+    return sizes
 
 
 def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> bytes:

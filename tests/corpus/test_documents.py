@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.corpus.documents import BOM, Document, blocks, falls_within, find_files, read_documents
@@ -110,6 +110,7 @@ def test_documents_of_a_file(tmp_path: Path, document: str, data: bytes, expecte
     assert [one.data for one in read(tmp_path / "file", data, document)] == expected
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["file", "line", "-"]))
 def test_the_sizes_of_documents_add_up_to_the_file(scratch: Path, data: bytes, document: str):
     read(scratch, data.replace(b"\x00", b"\n").replace(b"\x01", b"\n-\n"), document)
@@ -123,6 +124,7 @@ def test_a_pipe_can_be_read(tmp_path: Path):
     os.close(reader)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 100))
 def test_blocks_are_whole_documents_and_only_one_document_is_longer(sizes: list[int], limit: int):
     documents = [Document(0, 0, size, b"x" * size) for size in sizes]

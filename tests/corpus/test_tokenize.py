@@ -115,6 +115,7 @@ def test_any_documents_come_back_whatever_the_workers_and_blocks(
     assert made[0] == made[1]
 
 
+@settings(deadline=None)
 @given(documents=st.lists(st.text(max_size=30), max_size=8))
 def test_a_block_says_of_each_document_what_became_of_it(trained: bytes, documents: list[str]):
     tokenizer = Tokenizer(trained, "t")

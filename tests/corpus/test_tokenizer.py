@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from llmtrain.corpus import tokenizer as tokenizer_room
-from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, pieces, train
+from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, pieces, token_bytes, train
 from llmtrain.storage.errors import BadData, InputMissing
 
 CODE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
@@ -44,6 +44,7 @@ def test_few_texts_give_a_smaller_vocabulary_that_still_holds_every_byte():
     assert small.decode(small.encode_batch([text])[0]) == text
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
     assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
@@ -83,10 +84,27 @@ def test_no_documents_are_no_ids(tokenizer: Tokenizer):
     assert len(ids) == len(lengths) == 0
 
 
+@settings(deadline=None)
+@given(st.text())
+def test_the_bytes_of_a_texts_ids_are_the_texts(tokenizer: Tokenizer, text: str):
+    sizes = token_bytes(tokenizer)
+    assert sizes.shape == (tokenizer.vocab_size,)
+    ids, _ = tokenizer.encode_documents([text])
+    assert sizes[ids].sum() == len(text.encode())
+
+
+def test_bytes_of_tokens_that_are_text_or_single_bytes():
+    vocab = {"<unk>": 0, "</s>": 1, "\u2581the": 2, "<0x0A>": 3, "\u00e9": 4}
+    library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    library.add_special_tokens(["<unk>", "</s>"])
+    assert token_bytes(Tokenizer(library.to_str().encode(), "t")).tolist() == [0, 0, 4, 1, 2]
+
+
 TEXTS = st.lists(st.text(st.sampled_from("ab1 \n\r\t'.é\u3000\u0085s"), max_size=60), max_size=8)
 
 
 @pytest.mark.parametrize("splitter", ["trained", "digits"])
+@settings(deadline=None)
 @given(texts=TEXTS, limit=st.integers(1, 12))
 def test_long_documents_are_cut_without_a_change_of_ids(data: bytes, splitter: str, texts: list[str], limit: int):
     if splitter == "digits":
