@@ -1,0 +1,70 @@
+"""What generation and evaluation are told. Imports no torch: the command line reads it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which trained model, and how it runs."""
+
+    run_dir: Path = field(default=Path("runs/default"), metadata={"metavar": "DIR"})
+    """Run directory whose newest whole checkpoint is read."""
+    checkpoint: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Checkpoint folder to read in place of a run's newest, such as runs/default/checkpoints/step-00001000."""
+    tokenizer: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """Tokenizer file; default: tokenizer.json of the run directory."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto: CUDA where there is a card."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of activations and matmul operands; auto: bf16 on CUDA, fp32 on the CPU."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen."""
+
+    max_new_tokens: int = 256
+    """Tokens to add at most; the end-of-text token and the model's max_seq_len end a text earlier."""
+    temperature: float = 0.8
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int = 200
+    """Choose among this many likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the fewest likeliest tokens whose probabilities reach this sum; 1: among all."""
+    seed: int = 0
+    """Seed of the choices: the same one gives the same text."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What a model is evaluated on."""
+
+    tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
+    """Token file to evaluate on; repeat it for several, each gets its own line. Default: the run's val_tokens."""
+    seq_len: int = 0
+    """Length of a window, in tokens; 0: that of the training."""
+    batch_size: int = 8
+    """Windows of one device batch."""
+    max_windows: int = 0
+    """Windows of each file to read, spread evenly over it; 0: all."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "max_windows"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, not {self.batch_size}")
