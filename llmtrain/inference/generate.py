@@ -62,7 +62,7 @@ def stream(
             column = torch.arange(cache.length, cache.length + ids.shape[1], device=device)
             positions = (column - padding).clamp_min(0)
             # A padding token sees itself, because a softmax over nothing would be NaN, and NaN survives every mask.
-            doc_start = torch.minimum(column, padding)
+            doc_start = torch.minimum(column, padding).int()
         hidden = model(ids, positions=positions, doc_start=doc_start, cache=cache)
         ids = choose(model.logits(hidden[:, -1]), config, uniform[:, step])[:, None]
         tokens: list[int | None] = []
@@ -95,7 +95,9 @@ def choose(logits: Tensor, config: SamplingConfig, uniform: Tensor) -> Tensor:
     elif config.top_p < 1:
         logits, order = logits.sort(-1, descending=True)
     # FP64: the running sum of a large vocabulary would round small probabilities away.
-    probabilities = (logits.double() / config.temperature).softmax(-1)
+    wide = logits.double()
+    # The maximum first: a tiny temperature would make two infinities of two large logits.
+    probabilities = ((wide - wide.amax(-1, keepdim=True)) / config.temperature).softmax(-1)
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1:]
     if config.top_p < 1:
