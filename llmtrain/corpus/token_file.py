@@ -19,7 +19,7 @@ import numpy as np
 
 from llmtrain import __version__
 from llmtrain.storage import atomic
-from llmtrain.storage.errors import BadData, ConfigMismatch, UsageError, read_error
+from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, UsageError, read_error
 from llmtrain.storage.manifest import read_json
 
 FORMAT = 1
@@ -316,10 +316,12 @@ class TokenFile:
     def verify(self) -> Iterator[int]:
         """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.
 
-        Raises BadData naming the first block, document or count that differs; UsageError without a manifest.
+        Raises BadData naming the first block, document or count that differs; InputMissing without a manifest.
         """
         if self.manifest is None:
-            raise UsageError(f"{self.path}: has no manifest, so there is nothing to verify it against")
+            raise InputMissing(
+                f"{self.path}: has no manifest ({manifest_path(self.path).name}), so there is nothing to verify against"
+            )
         documents, max_id, buffer = 0, 0, bytearray(BLOCK_BYTES)
         with open(self.path, "rb") as file:
             for block, sha256 in enumerate(self.manifest["sha256"]):

@@ -260,7 +260,7 @@ def test_verify_counts_documents_where_there_is_no_index(tmp_path):
 
 
 def test_without_a_manifest_there_is_nothing_to_verify(tmp_path):
-    with pytest.raises(UsageError, match="has no manifest"):
+    with pytest.raises(InputMissing, match="has no manifest"):
         list(TokenFile.open(write_ids(tmp_path / "a.u16", [1, 2]), 512).verify())
 
 

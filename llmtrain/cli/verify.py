@@ -1,0 +1,57 @@
+"""`llmtrain verify`."""
+
+from pathlib import Path
+
+import click
+
+from llmtrain.cli.inspect import in_bytes, kind_of, open_token_file
+from llmtrain.storage.errors import BadData, InputMissing
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+def command(path: Path) -> None:
+    """Check every checksum of a token file, a checkpoint or a run directory.
+
+    Reads it all. Of a run directory it checks each checkpoint. Exit code 65 and a line that names the first thing
+    that is damaged, or 0.
+    """
+    {"token file": verify_token_file, "checkpoint": verify_checkpoint, "run": verify_run}[kind_of(path)](path)
+
+
+def verify_token_file(path: Path) -> None:
+    from tqdm import tqdm
+
+    file = open_token_file(path)
+    size = file.ids.nbytes
+    # disable=None: a bar on a terminal only.
+    with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, leave=False, disable=None) as bar:
+        for done in file.verify():
+            bar.update(done)
+    parts = "ids, manifest and document index" if file.doc_ends is not None else "ids and manifest"
+    click.echo(f"{path}: {parts} are sound: {file.tokens:,} tokens, {file.documents:,} documents, {in_bytes(size)}")
+
+
+def verify_checkpoint(folder: Path) -> None:
+    from llmtrain.training.checkpoint import verify
+
+    size = sum(n for _, n in verify(folder))
+    click.echo(f"{folder}: is sound: {in_bytes(size)}")
+
+
+def verify_run(run_dir: Path) -> None:
+    """Says which checkpoints are sound before it fails for one that is not: the sound ones can be used."""
+    from llmtrain.training.checkpoint import folder_of, list_steps
+
+    damaged = []
+    steps = list_steps(run_dir)
+    if not steps:
+        raise InputMissing(f"{run_dir}: holds no checkpoint, so there is nothing to verify")
+    for step in steps:
+        try:
+            verify_checkpoint(folder_of(run_dir, step))
+        except BadData as error:
+            damaged.append(error)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more of {len(steps)} checkpoints)" if len(damaged) > 1 else ""
+        raise BadData(f"{damaged[0]}{more}")

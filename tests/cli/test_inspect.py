@@ -1,0 +1,146 @@
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.cli.main import run
+from llmtrain.corpus.token_file import docs_path, manifest_path
+from llmtrain.model.config import ModelConfig
+from llmtrain.model.transformer import Transformer
+from llmtrain.storage import atomic
+from llmtrain.storage.journal import JsonLines
+from llmtrain.training import checkpoint
+from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.flat import FlatParameters
+from llmtrain.training.optimizer import AdamW
+from tests.corpus.files import some_documents, write_documents, write_flat, write_ids
+
+MODEL = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32)
+
+
+def make_run(run_dir: Path) -> Path:
+    """Two checkpoints of a small model, and what a run writes beside them."""
+    flat = FlatParameters(Transformer(MODEL, device="meta"), "cpu", torch.bfloat16)
+    for step in (5, 10):
+        state = {
+            "samples": 4 * step,
+            "tokens": 64 * step,
+            "config": {"model": asdict(MODEL), "data": {"tokens": ["data/code.u16:0.7", "data/web.u16:0.3"]}},
+            "corpus": [{"tokens": 1234}, {"tokens": 5678}],
+            "environment": {"torch": "2.13.0", "threads": 2},
+        }
+        checkpoint.save(run_dir, step, flat, AdamW(flat, OptimizerConfig()), state)
+    atomic.write_json(run_dir / "status.json", {"state": "stopped", "reason": "SIGTERM", "step": 10})
+    with JsonLines(run_dir / "metrics.jsonl") as journal:
+        for step in (5, 10):
+            journal.append({"kind": "train", "step": step, "lm_loss": 10.0 / step, "ppl": 2.7, "lr": 1e-3})
+            journal.append({"kind": "eval", "step": step, "source": "held", "val_loss": 12.5 / step})
+    return run_dir
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """Exit code, and the output or the one line of the error."""
+    code = run([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    assert (code == 0) == (err == "") and err.count("\n") <= 1
+    return code, out if code == 0 else err
+
+
+def test_a_token_file_is_described_from_its_manifest(tmp_path, capsys):
+    inputs = [
+        {"path": "a.txt", "bytes": 3000, "documents": 2, "tokens": 900, "skipped": {"empty": 2}},
+        {"path": "b.txt", "bytes": 1000, "documents": 1, "tokens": 100, "skipped": {"empty": 1, "utf-8": 4}},
+    ]
+    ids = np.random.default_rng(0).integers(1, 500, 1000)
+    ids[[10, 500, 999]] = 0
+    path = write_flat(tmp_path / "a.u16", ids, inputs=inputs)
+    code, out = outcome(capsys, "inspect", path)
+    assert code == 0
+    for text in (
+        "with a manifest and a document index",
+        "2.00 kB",
+        "1,000\n",
+        "3, 333.3 tokens each",
+        f"512; largest id {ids.max()}, EOS 0",
+        "tokenizer.json (sha256 0000000000000000)",
+        "2 files, 4.00 kB, 4.000 bytes a token",
+        "3 empty, 4 utf-8",
+    ):
+        assert text in out
+    docs_path(path).unlink()
+    assert "no document index" in outcome(capsys, "inspect", path)[1]
+
+
+def test_a_flat_file_is_described_from_its_ids(tmp_path, capsys):
+    code, out = outcome(capsys, "inspect", write_ids(tmp_path / "a.u16", range(7, 5000)))
+    assert code == 0 and "no manifest" in out and "from 7 to 4999; begins with [7, 8, 9" in out
+
+
+def test_a_checkpoint_and_a_run_are_described(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run")
+    folder = run_dir / "checkpoints" / "step-00000010"
+    code, out = outcome(capsys, "inspect", folder)
+    parameters = sum(p.numel() for p in Transformer(MODEL, device="meta").parameters())
+    assert code == 0
+    for text in (
+        "step 10\n",
+        "40 samples, 640 tokens",
+        f"{parameters:,} parameters: d_model 32",
+        "data/code.u16:0.7 (1,234 tokens), data/web.u16:0.3 (5,678 tokens)",
+        "torch 2.13.0",
+        "optimizer.safetensors",
+    ):
+        assert text in out
+
+    (folder / "model.safetensors").write_bytes(b"short")
+    code, out = outcome(capsys, "inspect", run_dir)
+    assert code == 0
+    for text in (
+        "stopped at step 10: SIGTERM",
+        "step 10: lm_loss 1, ppl 2.7, lr 0.001",
+        "step 10: held: val_loss 1.25",
+        "step-00000005 ",
+        "step-00000010 damaged: ",
+    ):
+        assert text in out
+    code, out = outcome(capsys, "inspect", folder)
+    assert code == 65 and "model.safetensors: holds 5 bytes" in out
+
+
+def test_inspecting_changes_nothing(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run")
+    with open(run_dir / "metrics.jsonl", "ab") as journal:
+        journal.write(b'{"kind": "train", "st')  # a run is writing at this moment
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_dir.rglob("*") if path.is_file()}
+    for command in ("inspect", "verify"):
+        assert outcome(capsys, command, run_dir)[0] == 0
+    assert before == {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_dir.rglob("*") if path.is_file()
+    }
+
+
+def test_what_is_nothing_of_ours_is_one_line_and_its_exit_code(tmp_path, capsys):
+    path = write_documents(tmp_path / "a.u16", some_documents(3))
+    (tmp_path / "empty.u16").touch()
+    for command in ("inspect", "verify"):
+        for target, code, line in (
+            (tmp_path / "no", 66, "no such file or folder"),
+            (tmp_path, 65, "is neither a checkpoint nor a run directory"),
+            (tmp_path / "empty.u16", 65, "is empty"),
+            (docs_path(path), 2, "belongs to the token file"),
+            (manifest_path(path), 2, "belongs to the token file"),
+        ):
+            found = outcome(capsys, command, target)
+            assert found[0] == code and line in found[1] and str(target) in found[1]
+
+
+def test_a_state_that_was_altered_is_not_described(tmp_path, capsys):
+    folder = make_run(tmp_path / "run") / "checkpoints" / "step-00000005"
+    state = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(state.replace("samples", "sampled"))
+    assert json.loads((folder / "state.json").read_text())
+    code, out = outcome(capsys, "inspect", folder)
+    assert code == 65 and "state.json: is damaged" in out
