@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.choice import TRITON, choose
+from llmtrain.kernels.partials import deliver_partials
 from llmtrain.kernels.weight import deliver_gradient
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
+    triton = None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -18,52 +26,174 @@ def _wide(x: Tensor) -> Tensor:
 def rmsnorm_forward_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual: (N, H) -> y (N, H), h (N, H), both in x's dtype, rstd (N,) in FP32 (FP64 for FP64 rows)."""
+    """x, residual: (..., H) -> y (..., H), h (..., H), both in x's dtype, rstd (...) in FP32 (FP64 for FP64 rows)."""
     h = x if residual is None else x + residual
     wide = _wide(h)
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    y = (wide * rstd[:, None] * weight.to(wide.dtype)).to(x.dtype)
+    y = (wide * rstd[..., None] * weight.to(wide.dtype)).to(x.dtype)
     return y, h, rstd
 
 
 def rmsnorm_backward_reference(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dy, h: (N, H), dh: the gradient that reaches h past the norm -> dx (N, H) in h's dtype, dw (H,) in FP32.
+    """dy, h: (..., H), dh: the gradient that reaches h past the norm -> dx (..., H) in h's dtype, dw (H,) in FP32.
 
     dx = rstd * (g - n * mean(g * n)) + dh with n = h * rstd, g = dy * weight; dw = sum over rows of dy * n.
     """
     g = _wide(dy)
-    normed = _wide(h) * rstd[:, None]
-    dw = (g * normed).sum(0)
+    normed = _wide(h) * rstd[..., None]
+    dw = (g * normed).flatten(0, -2).sum(0)
     g = g * weight.to(g.dtype)
-    dx = rstd[:, None] * (g - normed * (g * normed).mean(-1, keepdim=True))
+    dx = rstd[..., None] * (g - normed * (g * normed).mean(-1, keepdim=True))
     if dh is not None:
         dx = dx + _wide(dh)
     return dx.to(h.dtype), dw
 
 
+if triton is not None:
+
+    @triton.jit
+    def _forward_kernel(
+        x, residual, weight, y, h, rstd, n_rows, x_group, x_row, residual_group, residual_row, eps,
+        H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        cols = tl.arange(0, BLOCK)[None, :]
+        mask = (rows < n_rows)[:, None] & (cols < H)
+        group = (rows // GROUP).to(tl.int64)[:, None]
+        row = (rows % GROUP)[:, None]
+        flat = rows.to(tl.int64)[:, None] * H + cols
+        narrow = tl.load(x + group * x_group + row * x_row + cols, mask=mask, other=0.0)
+        if residual is not None:
+            other = tl.load(residual + group * residual_group + row * residual_row + cols, mask=mask, other=0.0)
+            narrow = (narrow.to(tl.float32) + other.to(tl.float32)).to(narrow.dtype)
+            tl.store(h + flat, narrow, mask=mask)
+        w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
+        wide = narrow.to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / H + eps)
+        tl.store(rstd + rows, scale, mask=rows < n_rows)
+        tl.store(y + flat, (wide * scale[:, None] * w).to(narrow.dtype), mask=mask)
+
+    @triton.jit
+    def _backward_kernel(
+        dy, dh, h, weight, rstd, dx, partials, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
+        H: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):  # fmt: skip
+        cols = tl.arange(0, BLOCK)[None, :]
+        w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
+        dw = tl.zeros((ROWS, BLOCK), tl.float32)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            rows = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+            mask = (rows < n_rows)[:, None] & (cols < H)
+            group = (rows // GROUP).to(tl.int64)[:, None]
+            row = (rows % GROUP)[:, None]
+            narrow = tl.load(h + group * h_group + row * h_row + cols, mask=mask, other=0.0)
+            g = tl.load(dy + group * dy_group + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+            scale = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
+            normed = narrow.to(tl.float32) * scale
+            product = g * normed
+            dw += product
+            mean = tl.sum(product * w, 1)[:, None] / H
+            result = scale * (g * w - normed * mean)
+            if dh is not None:
+                past = tl.load(dh + group * dh_group + row * dh_row + cols, mask=mask, other=0.0)
+                result += past.to(tl.float32)
+            tl.store(dx + rows.to(tl.int64)[:, None] * H + cols, result.to(narrow.dtype), mask=mask)
+        tl.store(partials + tl.program_id(0) * H + cols, tl.sum(dw, 0)[None, :], mask=cols < H)
+
+
+def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], list[int]]:
+    """Tensors of one shape (..., H) as rows without a copy where their strides allow it.
+
+    Returns the rows a group, the tensors as (groups, rows a group, H), and of each its stride between groups and
+    between the rows of one. Heads of a packed qkv, (B, T, heads, D), are such groups.
+    """
+
+    def view(x: Tensor, group: int) -> Tensor | None:
+        if x.stride(-1) != 1:
+            return None
+        try:
+            return x.view(-1, group, x.shape[-1])
+        except RuntimeError:  # torch's way to say that the strides do not allow it
+            return None
+
+    group = 1
+    if any(x is not None and view(x, 1) is None for x in tensors):
+        group = next(x.shape[-2] for x in tensors if x is not None)
+    views: list[Tensor | None] = []
+    strides = []
+    for x in tensors:
+        rows = None
+        if x is not None:
+            rows = view(x, group)
+            rows = x.contiguous().view(-1, group, x.shape[-1]) if rows is None else rows
+        views.append(rows)
+        strides += [0, 0] if rows is None else [rows.stride(0), rows.stride(1)]
+    return group, views, strides
+
+
+def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rmsnorm_forward_reference`."""
+    width = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = x if residual is None else torch.empty_like(y)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    group, (x_rows, residual_rows), strides = _as_rows([x, residual])
+    block = triton.next_power_of_2(width)
+    rows = max(1, 4096 // block)
+    _forward_kernel[(triton.cdiv(rstd.numel(), rows),)](
+        x_rows, residual_rows, weight, y, h, rstd, rstd.numel(), *strides, eps,
+        width, group, rows, block, num_warps=max(4, block // 1024),
+    )  # fmt: skip
+    return y, h, rstd
+
+
+def _backward_tile(n_rows: int, width: int) -> tuple[int, int, int, int]:
+    """(rows a tile, tiles a program, warps, pipeline stages): by the shape alone, because the tiling decides how dw is
+    rounded. Partial sums number about 2^20, and a program adds at most 64 rows into one."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 2048 // block)
+    steps = min(64, triton.next_power_of_2(max(1, n_rows * width >> 20))) // rows
+    return rows, max(1, steps), max(4, block // 512), 2
+
+
+def _backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rmsnorm_backward_reference`, but dw is left in partial sums, (P, H) FP32."""
+    n_rows, width = rstd.numel(), h.shape[-1]
+    group, (dy_rows, dh_rows, h_rows), strides = _as_rows([dy, dh, h])
+    rows, steps, warps, stages = _backward_tile(n_rows, width)
+    programs = triton.cdiv(n_rows, rows * steps)
+    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    partials = torch.empty((programs, width), dtype=torch.float32, device=h.device)
+    _backward_kernel[(programs,)](
+        dy_rows, dh_rows, h_rows, weight, rstd, dx, partials, n_rows, *strides,
+        width, group, steps, rows, triton.next_power_of_2(width), stages, num_warps=warps,
+    )  # fmt: skip
+    return dx, partials
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
-        shape = x.shape
-        rows = x.reshape(-1, shape[-1])
-        residual_rows = None if residual is None else residual.reshape(-1, shape[-1])
-        y, h, rstd = rmsnorm_forward_reference(rows, residual_rows, weight.detach(), eps)
+        ctx.chosen = choose("rmsnorm", x)
+        forward = _forward if ctx.chosen == TRITON else rmsnorm_forward_reference
+        y, h, rstd = forward(x, residual, weight.detach(), eps)
         ctx.weight = weight
         ctx.save_for_backward(h, rstd)
-        if residual is None:
-            return y.view(shape)
-        return y.view(shape), h.view(shape)
+        return y if residual is None else (y, h)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dh: Tensor | None = None) -> Any:
         h, rstd = ctx.saved_tensors
-        shape = dy.shape
-        dh_rows = None if dh is None else dh.reshape(-1, shape[-1])
-        dx, dw = rmsnorm_backward_reference(dy.reshape(-1, shape[-1]), dh_rows, h, ctx.weight.detach(), rstd)
-        dx = dx.view(shape)
-        return dx, (dx if ctx.needs_input_grad[1] else None), deliver_gradient(ctx.weight, dw), None
+        if ctx.chosen == TRITON:
+            dx, partials = _backward(dy, dh, h, ctx.weight.detach(), rstd)
+            dw = deliver_partials(ctx.weight, partials)
+        else:
+            dx, whole = rmsnorm_backward_reference(dy, dh, h, ctx.weight.detach(), rstd)
+            dw = deliver_gradient(ctx.weight, whole)
+        return dx, (dx if ctx.needs_input_grad[1] else None), dw, None
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:

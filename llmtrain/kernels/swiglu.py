@@ -5,19 +5,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.choice import TRITON, choose
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
+    triton = None
+
+BLOCK, LONGEST_RUN, WARPS = 2048, 128, 8
+
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def swiglu_forward_reference(gate_up: Tensor) -> Tensor:
-    """gate_up: (N, 2F), gate in the first half -> (N, F)."""
+    """gate_up: (..., 2F), gate in the first half -> (..., F)."""
     gate, up = _wide(gate_up).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def swiglu_backward_reference(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """dy: (N, F), gate_up: (N, 2F) -> the gradient of gate_up (N, 2F)."""
+    """dy: (..., F), gate_up: (..., 2F) -> the gradient of gate_up (..., 2F)."""
     gate, up = _wide(gate_up).chunk(2, -1)
     g = _wide(dy)
     sigmoid = torch.sigmoid(gate)
@@ -25,18 +35,73 @@ def swiglu_backward_reference(dy: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat([d_gate, g * gate * sigmoid], -1).to(gate_up.dtype)
 
 
+if triton is not None:
+    # A program takes UNITS consecutive runs of RUN elements, whatever rows they are in: RUN divides F, so that loads
+    # stay wide, index arithmetic is done once a run, and no lane idles at a d_ff that is no power of two.
+
+    @triton.jit
+    def _forward_kernel(gate_up, y, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr):
+        unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
+        lane = tl.arange(0, RUN)[None, :]
+        mask = unit < n_units
+        row = (unit // (F // RUN)).to(tl.int64)
+        at = gate_up + row * (2 * F) + unit % (F // RUN) * RUN + lane
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
+        product = gate * tl.sigmoid(gate) * up
+        tl.store(y + unit.to(tl.int64) * RUN + lane, product.to(y.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _backward_kernel(dy, gate_up, d_gate_up, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr):
+        unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
+        lane = tl.arange(0, RUN)[None, :]
+        mask = unit < n_units
+        row = (unit // (F // RUN)).to(tl.int64)
+        at = row * (2 * F) + unit % (F // RUN) * RUN + lane
+        g = tl.load(dy + unit.to(tl.int64) * RUN + lane, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + at + F, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        d_gate = g * up * sigmoid * (1 + gate * (1 - sigmoid))
+        d_up = g * gate * sigmoid
+        tl.store(d_gate_up + at, d_gate.to(d_gate_up.dtype.element_ty), mask=mask)
+        tl.store(d_gate_up + at + F, d_up.to(d_gate_up.dtype.element_ty), mask=mask)
+
+
+def _launch(kernel: Any, n: int, width: int, *tensors: Tensor) -> None:
+    run = min(LONGEST_RUN, width & -width)  # the largest power of two in d_ff
+    units = BLOCK // run
+    kernel[(triton.cdiv(n, BLOCK),)](*tensors, n // run, width, run, units, num_warps=WARPS)
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    """As `swiglu_forward_reference`."""
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
+    _launch(_forward_kernel, y.numel(), width, gate_up, y)
+    return y
+
+
+def _backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """As `swiglu_backward_reference`."""
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    d_gate_up = torch.empty_like(gate_up)
+    _launch(_backward_kernel, dy.numel(), dy.shape[-1], dy, gate_up, d_gate_up)
+    return d_gate_up
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.chosen = choose("swiglu", gate_up)
         ctx.save_for_backward(gate_up)
-        rows = gate_up.reshape(-1, gate_up.shape[-1])
-        return swiglu_forward_reference(rows).view(*gate_up.shape[:-1], -1)
+        return (_forward if ctx.chosen == TRITON else swiglu_forward_reference)(gate_up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        rows = gate_up.reshape(-1, gate_up.shape[-1])
-        return swiglu_backward_reference(dy.reshape(-1, dy.shape[-1]), rows).view(gate_up.shape)
+        return (_backward if ctx.chosen == TRITON else swiglu_backward_reference)(dy, gate_up)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

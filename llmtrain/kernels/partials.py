@@ -1,0 +1,50 @@
+"""Sums over rows in two stages: a kernel's programs leave FP32 partial sums, and one small kernel adds those up.
+
+The order is fixed by the shape alone, so the result is the same on every run and every card.
+"""
+
+import torch
+from torch import Tensor
+
+from llmtrain.kernels.weight import gradient_buffer
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
+    triton = None
+
+ROWS, COLS, WARPS = 512, 8, 8
+"""Tile of the second stage: 32 bytes (one sector) of each of many rows, so that narrow sums still fill the card."""
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sum_kernel(
+        partials, out, n, WIDTH: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    ):  # fmt: skip
+        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+        inside = cols < WIDTH
+        # FP64 costs nothing on so few numbers, and leaves the first stage's rounding as the only one.
+        total = tl.zeros((ROWS, COLS), tl.float64)
+        for first in range(0, n, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            mask = (rows < n)[:, None] & inside[None, :]
+            total += tl.load(partials + rows[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float64)
+        result = tl.sum(total, 0)
+        if ADD:
+            result += tl.load(out + cols, mask=inside, other=0.0).to(tl.float64)
+        tl.store(out + cols, result.to(tl.float32), mask=inside)
+
+
+def deliver_partials(weight: Tensor, partials: Tensor) -> Tensor | None:
+    """Puts the sum over rows of `partials` (P, H), FP32, where the gradient of `weight` (H,) belongs: overwrites its
+    buffer or adds to it. Returns what autograd should get."""
+    buffer, overwrite = gradient_buffer(weight)
+    target = torch.empty_like(partials[0]) if buffer is None else buffer
+    n, width = partials.shape
+    _sum_kernel[(triton.cdiv(width, COLS),)](
+        partials, target, n, width, buffer is not None and not overwrite, ROWS, COLS, num_warps=WARPS
+    )
+    return target.to(weight.dtype) if buffer is None else None
