@@ -1,0 +1,167 @@
+"""Checks of the training step on a card: against the CPU, captured against uncaptured, without a sync, and bit-equal.
+
+    python scripts/bench/check_step.py --tokens data/corpus.u16 --out docs/data/check_step.json
+
+Exits 1 where a bound does not hold. `--smoke` runs the same checks on a small model, on the CPU too.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmtrain.benchmark.machine import describe
+from llmtrain.corpus.batches import assemble
+from llmtrain.corpus.order import SampleOrder, Source
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.model.config import ModelConfig
+from llmtrain.training.config import OptimizerConfig, ScheduleConfig
+from llmtrain.training.schedule import learning_rate
+from llmtrain.training.step import TrainStep
+
+SMALL = ModelConfig(
+    vocab_size=16384, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=704, max_seq_len=1024
+)
+MODEL_102M = ModelConfig(
+    vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
+)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+
+
+def curve(
+    order: SampleOrder, model: ModelConfig, *, device: str, precision: str, steps: int, batch: int, accumulate: int = 1,
+    capture: bool | None = None, deterministic: bool = False, seed: int = 0, no_sync: bool = False,
+) -> tuple[list[float], TrainStep]:
+    """Losses of `steps` steps on the same samples in the same order, and the step they ended in."""
+    step = TrainStep.build(
+        model, OPTIMIZER, batch_size=batch, seq_len=order.seq_len, precision=precision, device=device,
+        deterministic=deterministic, seed=seed, capture=capture,
+    )  # fmt: skip
+    schedule = ScheduleConfig(warmup_steps=steps // 10)
+    losses = torch.zeros(steps, dtype=torch.float64, device=device)
+    for i in range(steps):
+        batches = []
+        for j in range(accumulate):
+            at = (i * accumulate + j) * batch
+            made = assemble(order, np.arange(at, at + batch))
+            batches.append((made.ids.to(device), made.targets.to(device)))
+        if no_sync and i == 2:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        for j, (ids, targets) in enumerate(batches):
+            step.micro_step(ids, targets, first=j == 0)
+        step.optimizer_step(learning_rate(i, steps, OPTIMIZER, schedule))
+        losses[i] = step.last[0]
+        if no_sync:
+            torch.cuda.set_sync_debug_mode("default")
+    if step.why_not_captured:
+        print("not captured:", step.why_not_captured)
+    return losses.tolist(), step
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    """Largest relative difference of two curves."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def tail(losses: list[float]) -> float:
+    """Mean of the last tenth."""
+    n = max(1, len(losses) // 10)
+    return sum(losses[-n:]) / n
+
+
+def bits(step: TrainStep) -> str:
+    import hashlib
+
+    return hashlib.sha256(step.flat.master.cpu().numpy().tobytes()).hexdigest()
+
+
+def deterministic_child(order: SampleOrder, model: ModelConfig, device: str, steps: int, batch: int) -> None:
+    losses, step = curve(
+        order, model, device=device, precision="bf16", steps=steps, batch=batch, accumulate=2, deterministic=True
+    )
+    print(json.dumps({"bits": bits(step), "loss": losses[-1], "captured": bool(step.graphs)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--deterministic-child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    order = SampleOrder([Source("corpus", TokenFile.open(args.tokens), 1.0)], 128 if args.smoke else 1024, seed=0)
+    big = replace(SMALL, n_layers=2, d_model=128) if args.smoke else MODEL_102M
+    small = replace(SMALL, n_layers=2, d_model=128) if args.smoke else SMALL
+    long, batch = (20, 2) if args.smoke else (200, 16)
+    if args.deterministic_child:
+        deterministic_child(order, big, device, 10, batch)
+        return
+
+    results: dict[str, dict] = {}
+    failed = []
+
+    def check(name: str, value: float, bound: float, **more: object) -> None:
+        ok = value <= bound
+        results[name] = {"value": value, "bound": bound, "holds": ok, **more}
+        print(f"{'ok  ' if ok else 'FAIL'} {name}: {value:.3g} (at most {bound:.3g}) {more}", flush=True)
+        if not ok:
+            failed.append(name)
+
+    began = time.time()
+    cpu, _ = curve(order, small, device="cpu", precision="fp32", steps=20, batch=4)
+    gpu, step = curve(order, small, device=device, precision="fp32", steps=20, batch=4)
+    check("fp32 on the card against the CPU, 20 steps", gap(gpu, cpu), 1e-3, captured=bool(step.graphs))
+
+    eager, _ = curve(order, small, device=device, precision="fp32", steps=10, batch=4, accumulate=3, capture=False)
+    captured, _ = curve(order, small, device=device, precision="fp32", steps=10, batch=4, accumulate=3)
+    check("captured against uncaptured, fp32, 3 micro-steps", gap(captured, eager), 1e-5)
+    whole, _ = curve(order, small, device=device, precision="fp32", steps=10, batch=12)
+    check("3 micro-steps against one batch, fp32", gap(captured, whole), 1e-5)
+
+    runs = {}
+    arms = {"captured": {}, "replicate": {}, "uncaptured": {"capture": False}, "seed": {"seed": 1}}
+    for name, settings in arms.items():
+        runs[name], step = curve(order, big, device=device, precision="bf16", steps=long, batch=batch, **settings)
+    scatter = abs(tail(runs["captured"]) - tail(runs["seed"]))
+    check(
+        f"bf16 captured against uncaptured after {long} steps, in scatters of a seed",
+        abs(tail(runs["captured"]) - tail(runs["uncaptured"])) / scatter, 1.0,
+        captured=tail(runs["captured"]), replicate=tail(runs["replicate"]), uncaptured=tail(runs["uncaptured"]),
+        other_seed=tail(runs["seed"]),
+    )  # fmt: skip
+    runs["fp32"], _ = curve(order, big, device=device, precision="fp32", steps=long, batch=batch)
+    check(
+        f"bf16 against fp32 after {long} steps, relative", abs(tail(runs["captured"]) / tail(runs["fp32"]) - 1), 0.01,
+        bf16=tail(runs["captured"]), fp32=tail(runs["fp32"]),
+    )  # fmt: skip
+
+    if device == "cuda":
+        _, step = curve(order, big, device=device, precision="bf16", steps=6, batch=batch, accumulate=2, no_sync=True)
+        check("host syncs in four captured steps", 0.0, 0.0, captured=bool(step.graphs))
+    command = [sys.executable, __file__, "--tokens", args.tokens, "--deterministic-child"]
+    children = []
+    for _ in range(2):
+        child = subprocess.run(command + ["--smoke"] * args.smoke, check=True, capture_output=True, text=True)
+        children.append(json.loads(child.stdout.splitlines()[-1]))
+    same = children[0]["bits"] == children[1]["bits"]
+    check("two deterministic processes differ", float(not same), 0.0, **children[0])
+
+    print(f"{time.time() - began:.0f} s")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        artifact = {"machine": describe(device == "cuda"), "model": "102M, 16 x 1024", "checks": results, "curves": runs}
+        args.out.write_text(json.dumps(artifact, indent=1) + "\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
