@@ -157,6 +157,18 @@ def _size(path: Path) -> int:
         raise read_error(error, path) from None
 
 
+def _mapping(array: np.memmap) -> mmap.mmap:
+    assert isinstance(array.base, mmap.mmap)
+    return array.base
+
+
+def _check_length(path: Path, array: np.memmap) -> None:
+    """Raises BadData for a mapped file that became shorter: reading the lost part would kill the process (SIGBUS)."""
+    size = _mapping(array).size()
+    if size < array.nbytes:
+        raise BadData(f"{path}: was truncated to {size:,} bytes while in use: make the token file anew")
+
+
 class TokenFile:
     """An open token file. Nothing is read or hashed but what is asked for: a file of 100 GB opens at once.
 
@@ -182,9 +194,8 @@ class TokenFile:
         self.documents: int = manifest["documents"] if manifest else 0
         self.eos_id: int | None = manifest["eos_id"] if manifest else None
         self._flat = np.asarray(ids)  # slices of a np.memmap cost microseconds more than those of an array
-        self._map: mmap.mmap = ids.base  # type: ignore[assignment]
         # Windows are read in random order: without this each page fault reads 128 KiB around a window of 2.
-        self._map.madvise(mmap.MADV_RANDOM)
+        _mapping(ids).madvise(mmap.MADV_RANDOM)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], vocab_size: int | None = None) -> "TokenFile":
@@ -269,8 +280,7 @@ class TokenFile:
 
         Raises BadData naming the position of an id that is not, or when the file was truncated since it was opened.
         """
-        if self._map.size() < self.ids.nbytes:  # reading the lost part would kill the process (SIGBUS)
-            raise BadData(f"{self.path}: was truncated to {self._map.size():,} bytes while in use: make it anew")
+        _check_length(self.path, self.ids)
         table = np.lib.stride_tricks.as_strided(
             self._flat, (self.windows(seq_len), seq_len + 1), (2 * seq_len, 2), writeable=False
         )
@@ -291,6 +301,7 @@ class TokenFile:
         """
         seq_len = ids.shape[1] - 1
         if self.doc_ends is not None:
+            _check_length(docs_path(self.path), self.doc_ends)
             begins = windows * seq_len
             # Keys of the index' own type: a search with int64 keys would convert the whole index to float64.
             first = np.searchsorted(self.doc_ends, begins.astype(np.uint64), side="right")
@@ -309,9 +320,10 @@ class TokenFile:
 
     def read_ahead(self, windows: np.ndarray, seq_len: int) -> None:
         """Asks the system to bring `windows` into the page cache; does not wait."""
+        mapping = _mapping(self.ids)
         for begin in (windows * (2 * seq_len)).tolist():
             aligned = begin - begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, aligned, begin - aligned + 2 * (seq_len + 1))
+            mapping.madvise(mmap.MADV_WILLNEED, aligned, begin - aligned + 2 * (seq_len + 1))
 
     def verify(self) -> Iterator[int]:
         """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.
