@@ -1,0 +1,266 @@
+"""This project against its peers: the same model, batch and data, each arm in a process of its own, taking turns.
+
+    python scripts/bench/peers.py [--case 102m-4x1024 ...] [--budget 540] [--output docs/peers.md]
+    python scripts/bench/peers.py --smoke        # a tiny model on the CPU: do the arms run, and do they agree
+
+Arms of a case stay resident and time one burst each a round, in rotating order. Where the card cannot hold all of them
+at once, those that do not fit form another group, with llmtrain in it again as the measure. Cases that were measured
+before stay in the JSON, each with the machine it was taken on.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from peer_arm import ARMS, NEEDS  # noqa: E402
+from peer_process import ArmEnded, ArmProcess, Settings  # noqa: E402
+
+from llmtrain.benchmark.config import Shape  # noqa: E402
+from llmtrain.benchmark.machine import card_state, describe  # noqa: E402
+from llmtrain.benchmark.peers_table import peers_markdown  # noqa: E402
+from llmtrain.benchmark.statistics import rotation  # noqa: E402
+from llmtrain.benchmark.step import model_figures  # noqa: E402
+from llmtrain.benchmark.tables import data_path, write_table  # noqa: E402
+from llmtrain.model.config import ModelConfig  # noqa: E402
+
+OURS, COPY, GRAPHS = "llmtrain", "llmtrain (copy)", "plain, compiled, CUDA graphs"
+
+SMALL = ModelConfig(
+    vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
+)
+MIDDLE = ModelConfig(
+    vocab_size=49152, d_model=960, n_layers=32, n_heads=15, n_kv_heads=5, head_dim=64, d_ff=2560, max_seq_len=1024
+)
+LARGE = ModelConfig(
+    vocab_size=32000, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_ff=8192, max_seq_len=2048
+)
+TINY = ModelConfig(
+    vocab_size=512, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128, max_seq_len=32
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a case: an arm on a shape."""
+
+    arm: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Case:
+    """Entries that are compared with one another: the first is the measure, its copy the floor."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    steps: int = 20
+    """Steps whose losses are compared."""
+
+
+def alike(name: str, shape: Shape, *arms: str, steps: int = 20) -> Case:
+    """A case of several arms on one shape."""
+    return Case(name, tuple(Entry(arm, shape) for arm in arms), steps)
+
+
+ALL = (OURS, COPY, "plain, compiled", GRAPHS, "transformers, compiled", "transformers", "transformers, Liger")
+FEW = (OURS, COPY, "plain, compiled", "transformers, compiled")
+CASES = [
+    alike("102m-4x1024", Shape(SMALL, 4, 1024), *ALL),
+    alike("102m-64x1024", Shape(SMALL, 64, 1024), *ALL),
+    alike("361m-32x1024", Shape(MIDDLE, 32, 1024), *FEW),
+    alike("1b-16x2048", Shape(LARGE, 16, 2048), *FEW),
+    Case(
+        "102m-accumulation",
+        (
+            Entry(OURS, Shape(SMALL, 64, 1024)),
+            Entry(COPY, Shape(SMALL, 64, 1024)),
+            Entry(OURS, Shape(SMALL, 64, 1024, accumulate=16)),
+            Entry(OURS, Shape(SMALL, 16, 1024, accumulate=4)),
+            Entry("plain, compiled", Shape(SMALL, 64, 1024, accumulate=16)),
+            Entry("plain, compiled", Shape(SMALL, 16, 1024, accumulate=4)),
+        ),
+        steps=4,
+    ),
+    *(alike(f"102m-{b}x{t}", Shape(SMALL, b, t), *ALL) for b, t in ((1, 512), (1, 1024), (4, 512), (8, 512))),
+]
+SMOKE = [
+    Case(
+        "smoke",
+        (
+            *(Entry(arm, Shape(TINY, 4, 32)) for arm in (OURS, COPY, "plain", "transformers")),
+            Entry(OURS, Shape(TINY, 2, 32, accumulate=2)),
+        ),
+        steps=6,
+    )
+]
+
+
+def expected_bytes(entry: Entry) -> float:
+    """About what an arm holds at its peak: weights, gradients and moments in FP32, activations, and logits in bf16 and
+    FP32 with their gradients. Fitted to measured peaks of the plain compiled model; eager keeps more."""
+    c, tokens = entry.shape.model, entry.shape.batch_size * entry.shape.seq_len
+    activations = 2 * tokens * c.n_layers * (4 * c.d_model + 3 * c.d_ff)
+    logits = 10 * tokens * c.vocab_size
+    eager = 1.6 if entry.arm == "transformers" else 1.0
+    return 16 * model_figures(entry.shape)["parameters"] + 1.15 * eager * (activations + logits)
+
+
+def free_bytes() -> float:
+    """Free memory of the card; without a card there is no limit."""
+    card = card_state()
+    return math.inf if card is None else (card["memory_total_mib"] - card["memory_used_mib"]) * 2**20
+
+
+class Group:
+    """Entries of a case that are resident together."""
+
+    def __init__(self, case: Case, entries: list[Entry], settings: Settings) -> None:
+        self.case, self.entries, self.settings = case, entries, settings
+        self.processes: dict[Entry, ArmProcess] = {}
+        self.ready: list[Entry] = []
+        self.rows: dict[Entry, dict[str, Any]] = {}
+        self.no_room: list[Entry] = []
+
+    def answer(self, entry: Entry) -> dict[str, Any] | None:
+        """The arm's next answer, or None where it ended: then the reason is noted."""
+        process = self.processes[entry]
+        try:
+            answer = process.answer()
+        except ArmEnded as ended:
+            self.rows[entry] = {"status": "failed", "reason": str(ended)}
+        else:
+            if answer.pop("event") != "oom":
+                return answer
+            process.stop()
+            self.rows[entry] = {"status": "oom", "reason": answer["reason"]}
+            if len(self.entries) > 1:
+                self.no_room.append(entry)
+        if entry in self.ready:
+            self.ready.remove(entry)
+        return None
+
+    def start(self) -> None:
+        """Build all at once. Take the first steps together where the peaks fit together, else one after the other while
+        there is room; the copy always after its original, so that one shows a cold start and the other a warm one."""
+        together = sum(map(expected_bytes, self.entries)) < 0.9 * free_bytes()
+        for entry in self.entries:
+            self.processes[entry] = ArmProcess(entry.arm, entry.shape, self.case.steps, self.settings)
+        if together:
+            for entry in self.entries:
+                if entry.arm != COPY:
+                    self.processes[entry].tell("go")
+        for entry in self.entries:
+            if not together and self.ready and expected_bytes(entry) > free_bytes():
+                self.no_room.append(entry)
+                self.processes[entry].stop()
+                continue
+            if not together or entry.arm == COPY:
+                self.processes[entry].tell("go")
+            if answer := self.answer(entry):
+                beside = len(self.entries) - 1 if together else 0
+                self.rows[entry] = {"status": "ok", "started_beside": beside, "bursts": []} | answer
+                self.ready.append(entry)
+
+    def take_turns(self) -> None:
+        """One burst of each arm a round."""
+        for turn in range(self.settings.rounds):
+            for i in rotation(len(self.entries), turn):
+                entry = self.entries[i]
+                if entry in self.ready:
+                    self.processes[entry].tell("burst")
+                    if burst := self.answer(entry):
+                        self.rows[entry]["bursts"].append(burst)
+
+    def run(self) -> None:
+        try:
+            self.start()
+            self.take_turns()
+        finally:
+            for process in self.processes.values():
+                process.stop()
+
+
+def run_case(case: Case, settings: Settings) -> dict[str, Any]:
+    """Measure a case, in as many groups as the card's memory makes of it."""
+    machine = describe(settings.device == "cuda")
+    results: dict[Entry, list[dict[str, Any]]] = {entry: [] for entry in case.entries}
+    for entry in case.entries:
+        package = NEEDS.get(entry.arm)
+        if package and find_spec(package) is None:
+            results[entry].append({"status": "absent", "reason": f"{package} is not installed"})
+    present = [entry for entry in case.entries if not results[entry]]
+    queue = [present]
+    number = 0
+    while queue:
+        entries = queue.pop(0)
+        group = Group(case, entries, settings)
+        group.run()
+        for entry in entries:
+            if entry in group.rows and entry not in group.no_room:
+                results[entry].append({"group": number} | group.rows[entry])
+        if group.no_room:
+            measure = present[0]
+            smaller = [measure, *(entry for entry in group.no_room if entry != measure)]
+            queue += [smaller] if len(smaller) < len(entries) else [[entry] for entry in group.no_room]
+        number += 1
+    rows = [
+        {"arm": entry.arm, "shape": asdict(entry.shape)} | model_figures(entry.shape) | result
+        for entry in case.entries
+        for result in results[entry]
+    ]
+    return {"name": case.name, "steps": case.steps, "machine": machine, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
+    parser.add_argument("--arm", action="append", choices=list(ARMS), help="only these arms (the measure always)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, in FP32")
+    parser.add_argument("--seconds", type=float, default=0.7, help="length of a burst")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=math.inf, help="start no case after this many seconds")
+    parser.add_argument("--output", type=Path, default=Path("docs/peers.md"))
+    options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds must be 2 or more to show a spread, not {options.rounds}")
+
+    chosen = SMOKE if options.smoke else [case for case in CASES if case.name in (options.case or [case.name])]
+    if options.arm:
+        keep = {OURS, *options.arm}
+        chosen = [Case(c.name, tuple(e for e in c.entries if e.arm in keep), c.steps) for c in chosen]
+    source = data_path(options.output)
+    data: dict[str, Any] = json.loads(source.read_text()) if source.exists() else {"kind": "peers", "cases": []}
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="peers-caches-") as caches:
+        settings = Settings(
+            options.seconds / 10 if options.smoke else options.seconds,
+            options.rounds,
+            "cpu" if options.smoke else "cuda",
+            "fp32" if options.smoke else "bf16",
+            Path(caches),
+        )
+        for case in chosen:
+            if time.monotonic() - begin > options.budget:
+                print(f"{case.name}: not started, {options.budget:g} s are over", flush=True)
+                continue
+            result = run_case(case, settings) | {"seconds": settings.seconds, "precision": settings.precision}
+            data["cases"] = [old for old in data["cases"] if old["name"] != case.name] + [result]
+            markdown = peers_markdown(data, os.path.relpath(source, options.output.parent))
+            write_table(options.output, data, markdown)
+            print(f"{case.name}: {time.monotonic() - begin:.0f} s since the start", flush=True)
+    print(options.output.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.benchmark.peers_table import CaseView, peers_markdown
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "bench"
+
+
+@pytest.fixture(scope="module")
+def peers():
+    sys.path.insert(0, str(SCRIPTS))
+    import peers
+
+    yield peers
+    sys.path.remove(str(SCRIPTS))
+
+
+def test_the_arms_run_and_agree_on_a_tiny_model(tmp_path):
+    output = tmp_path / "docs" / "peers.md"
+    command = [sys.executable, str(SCRIPTS / "peers.py"), "--smoke", "--rounds", "2", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "docs" / "data" / "peers.json").read_text())["cases"]
+    rows = {(row["arm"], row["shape"]["accumulate"]): row for row in case["rows"]}
+    ours = rows["llmtrain", 1]
+    others = ["llmtrain (copy)", "plain"] + ["transformers"] * (rows["transformers", 1]["status"] != "absent")
+    for row in [ours, rows["llmtrain", 2], *(rows[name, 1] for name in others)]:
+        assert row["status"] == "ok", row
+        assert len(row["bursts"]) == 2 and all(b["wall_s"] > 0 for b in row["bursts"])
+        assert row["losses"][-1] < row["losses"][0] - 0.1
+        # FP32, the same weights and data: only the copy, moved within bf16's rounding, may differ visibly.
+        near = 1e-3 if row["arm"] == "llmtrain (copy)" else 2e-5
+        assert row["losses"] == pytest.approx(ours["losses"], abs=near), row["arm"]
+    assert rows["llmtrain (copy)", 1]["losses"] != ours["losses"]
+    assert "| llmtrain | 4 x 32 |" in output.read_text()
+
+
+class FakeArms:
+    """Stands in for ArmProcess: answers as `answers` says for an arm, each a list of events."""
+
+    def __init__(self, answers: dict[str, list[dict]], log: list[str]) -> None:
+        self.answers, self.log = answers, log
+        self.alive: set[str] = set()
+
+    def __call__(self, arm, shape, steps, settings):
+        fakes = self
+
+        class Process:
+            def tell(self, line: str) -> None:
+                fakes.log.append(f"{arm}: {line}")
+
+            def answer(self) -> dict:
+                told = fakes.answers[arm]
+                return dict(told.pop(0) if len(told) > 1 else told[0])
+
+            def stop(self) -> None:
+                fakes.alive.discard(arm)
+
+        self.alive.add(arm)
+        return Process()
+
+
+GOOD = {
+    "event": "ready", "losses": [2.0, 1.0], "first_step_s": 3.0, "device_name": "NVIDIA H200", "not_captured": None,
+    "allocated_gib": 1.0, "reserved_gib": 2.0, "steps": 4, "wall_s": 0.4, "device_s": 0.4,
+}  # fmt: skip
+FULL = {"event": "oom", "reason": "CUDA out of memory"}
+
+
+def run(peers, monkeypatch, answers, *, free=1e15, arms=("llmtrain", "llmtrain (copy)", "plain")):
+    log: list[str] = []
+    fakes = FakeArms(answers, log)
+    monkeypatch.setattr(peers, "ArmProcess", fakes)
+    monkeypatch.setattr(peers, "free_bytes", free if callable(free) else lambda: free)
+    case = peers.alike("case", peers.Shape(peers.TINY, 4, 32), *arms)
+    settings = peers.Settings(0.1, 3, "cpu", "fp32", Path("unused"))
+    result = peers.run_case(case, settings) | {"seconds": 0.1, "precision": "fp32"}
+    assert not fakes.alive
+    return result, log
+
+
+def test_arms_take_turns_and_the_copy_starts_after_its_original(peers, monkeypatch):
+    good = {arm: [GOOD] for arm in ("llmtrain", "llmtrain (copy)", "plain")}
+    result, log = run(peers, monkeypatch, good)
+    starts, bursts = log[:3], log[3:]
+    assert starts == ["llmtrain: go", "plain: go", "llmtrain (copy): go"]
+    assert [entry.split(":")[0] for entry in bursts[::3]] == ["llmtrain", "llmtrain (copy)", "plain"]
+    assert all(len(row["bursts"]) == 3 for row in result["rows"])
+    assert "llmtrain's share" in peers_markdown({"cases": [result]}, "x.json")
+
+
+def test_an_arm_without_room_beside_the_others_is_measured_in_a_group_with_ours(peers, monkeypatch):
+    answers = {"llmtrain": [GOOD], "llmtrain (copy)": [GOOD], "plain": [FULL, GOOD]}
+    result, _ = run(peers, monkeypatch, answers)
+    groups = [(row["arm"], row["group"], row["status"]) for row in result["rows"]]
+    assert groups == [
+        ("llmtrain", 0, "ok"), ("llmtrain", 1, "ok"), ("llmtrain (copy)", 0, "ok"), ("plain", 1, "ok"),
+    ]  # fmt: skip
+    assert CaseView(result).share(result["rows"][-1]) == "1.00="
+
+
+def test_an_arm_that_never_fits_is_recorded_as_out_of_memory(peers, monkeypatch):
+    answers = {"llmtrain": [GOOD], "llmtrain (copy)": [GOOD], "plain": [FULL]}
+    result, _ = run(peers, monkeypatch, answers)
+    assert result["rows"][-1]["status"] == "oom"
+    assert "out of memory" in peers_markdown({"cases": [result]}, "x.json")
+
+
+def test_arms_that_would_not_fit_together_start_one_by_one_while_there_is_room(peers, monkeypatch):
+    answers = {arm: [GOOD] for arm in ("llmtrain", "llmtrain (copy)", "plain")}
+    one = peers.expected_bytes(peers.Entry("plain", peers.Shape(peers.TINY, 4, 32)))
+    # asked: whether all fit, before the copy, before plain; then for the second group whether both fit
+    room = iter([2 * one, 1.5 * one, 0.5 * one, 1.5 * one, 1.2 * one])
+    result, log = run(peers, monkeypatch, answers, free=lambda: next(room))
+    assert log[:2] == ["llmtrain: go", "llmtrain (copy): go"]
+    assert [row["group"] for row in result["rows"]] == [0, 1, 0, 1]
+
+
+def test_an_arm_that_is_not_installed_is_said_to(peers, monkeypatch):
+    monkeypatch.setitem(peers.NEEDS, "plain", "no_such_package")
+    answers = {"llmtrain": [GOOD], "llmtrain (copy)": [GOOD]}
+    result, _ = run(peers, monkeypatch, answers)
+    text = peers_markdown({"cases": [result]}, "x.json")
+    assert "- plain: no_such_package is not installed." in text
+
+
+def test_an_arm_that_breaks_leaves_its_last_words(peers, tmp_path):
+    settings = peers.Settings(1, 2, "cpu", "fp32", tmp_path)
+    process = peers.ArmProcess("no such arm", peers.Shape(peers.TINY, 1, 8), 1, settings)
+    process.tell("go")
+    with pytest.raises(peers.ArmEnded, match="exit code 1: KeyError: 'no such arm'"):
+        process.answer()
+
+
+def case_of(*rows: dict) -> dict:
+    common = {
+        "status": "ok", "group": 0, "tokens_per_step": 10, "losses": [2.0, 1.0], "flops_per_token": 1e6,
+        "shape": {"batch_size": 1},
+    }  # fmt: skip
+    return {"rows": [common | row for row in rows]}
+
+
+def bursts(*seconds: float) -> list[dict]:
+    return [{"steps": 2, "wall_s": s} for s in seconds]
+
+
+def test_a_share_is_a_win_only_beyond_the_copys_floor():
+    view = CaseView(
+        case_of(
+            {"arm": "llmtrain", "bursts": bursts(1.0, 1.0)},
+            {"arm": "llmtrain (copy)", "bursts": bursts(1.0, 1.04)},
+            {"arm": "slower", "bursts": bursts(1.5, 1.5)},
+            {"arm": "near", "bursts": bursts(1.03, 1.05)},
+            {"arm": "faster", "bursts": bursts(0.9, 0.9)},
+        )
+    )
+    assert view.floor == pytest.approx(0.04)
+    assert [view.share(row) for row in view.case["rows"]] == ["", "1.02=", "1.50+", "1.04=", "0.90-"]
+
+
+def test_losses_are_held_against_the_copys_scatter_on_equal_data_only():
+    view = CaseView(
+        case_of(
+            {"arm": "llmtrain", "bursts": bursts(1, 1)},
+            {"arm": "llmtrain (copy)", "bursts": bursts(1, 1), "losses": [2.0, 1.001]},
+            {"arm": "same", "bursts": bursts(1, 1), "losses": [2.002, 1.0]},
+            {"arm": "wrong", "bursts": bursts(1, 1), "losses": [2.0, 1.01]},
+            {"arm": "other data", "bursts": bursts(1, 1), "losses": [5.0, 4.0], "tokens_per_step": 20},
+        )
+    )
+    assert [view.difference(row) for row in view.case["rows"]] == ["", "1.0e-03", "2.0e-03", "1.0e-02!", ""]
