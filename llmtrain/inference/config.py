@@ -22,6 +22,20 @@ class ModelSource:
 
 
 @dataclass(frozen=True)
+class PromptConfig:
+    """What is continued."""
+
+    prompt: tuple[str, ...] = field(default=(), metadata={"metavar": "TEXT"})
+    """Text to continue; repeat it for several texts in one batch. Default: a document from its beginning."""
+    prompt_file: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """File whose text is continued, as it is; - for standard input."""
+
+    def __post_init__(self) -> None:
+        if self.prompt and self.prompt_file is not None:
+            raise ValueError(f"prompt and prompt_file {self.prompt_file} both say what to continue: give one of them")
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How the next token is chosen."""
 

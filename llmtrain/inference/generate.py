@@ -39,9 +39,9 @@ def stream(
     once a token, to hand that token over.
     """
     lengths = [len(prompt) for prompt in prompts]
-    longest, limit = max(lengths), model.config.max_seq_len
-    if min(lengths) == 0:
+    if not lengths or min(lengths) == 0:
         raise ValueError("a prompt needs at least one token")
+    longest, limit = max(lengths), model.config.max_seq_len
     if longest > limit:
         raise ValueError(f"a prompt has {longest} tokens, but the model's max_seq_len is {limit}")
     device = model.head_weight.device

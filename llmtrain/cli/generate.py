@@ -1,0 +1,72 @@
+"""`llmtrain generate`."""
+
+import sys
+from typing import Any
+
+import click
+
+from llmtrain.cli.options import build, config_options
+from llmtrain.inference.config import ModelSource, PromptConfig, SamplingConfig
+from llmtrain.storage.errors import BadData, UsageError, read_error
+
+EPILOG = """Example:
+
+    llmtrain generate --run-dir runs/default --prompt "Once upon a time" --temperature 0.7
+"""
+
+
+@click.command(epilog=EPILOG)
+@config_options(PromptConfig, SamplingConfig, ModelSource)
+def command(given: dict[str, Any]) -> None:
+    """Continue a prompt with a trained model.
+
+    The text appears as it is made. Several prompts are continued in one batch and printed one after the other.
+    """
+    source, sampling = build(ModelSource, given), build(SamplingConfig, given)
+    prompts = read_prompts(build(PromptConfig, given))
+
+    from llmtrain.cli.trained import load
+    from llmtrain.inference.generate import generate, stream
+    from llmtrain.inference.text_stream import TextStream
+
+    trained = load(source)
+    tokenizer = trained.tokenizer()
+    # A document begins behind the end of the one before it.
+    ids = [row or [tokenizer.eos_id] for row in tokenizer.encode_batch(prompts)]
+    limit = trained.model.config.max_seq_len
+    if max(map(len, ids)) > limit:
+        raise UsageError(
+            f"the prompt has {max(map(len, ids))} tokens, the model reads at most {limit} (max_seq_len): shorten it"
+        )
+    if len(prompts) > 1:
+        for prompt, row, more in zip(prompts, ids, generate(trained.model, ids, sampling, tokenizer.eos_id), strict=True):
+            text = TextStream(tokenizer.decode, row)
+            show("".join([prompt, *map(text.push, more), text.flush(), "\n-----\n"]))
+        return
+    show(prompts[0])
+    text, count = TextStream(tokenizer.decode, ids[0]), 0
+    for (token,) in stream(trained.model, ids, sampling, tokenizer.eos_id):
+        assert token is not None
+        count += 1
+        show(text.push(token))
+    show(text.flush() + "\n")
+    if count < sampling.max_new_tokens and len(ids[0]) + count > limit:
+        click.echo(f"(the model's max_seq_len of {limit} tokens is reached)", err=True)
+
+
+def show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def read_prompts(config: PromptConfig) -> list[str]:
+    """The texts to continue; an empty one stands for a document from its beginning."""
+    if config.prompt_file is None:
+        return list(config.prompt) or [""]
+    try:
+        with click.open_file(str(config.prompt_file), "rb") as file:
+            return [file.read().decode("utf-8")]
+    except OSError as error:
+        raise read_error(error, config.prompt_file) from None
+    except UnicodeDecodeError as error:
+        raise BadData(f"{config.prompt_file}: is not UTF-8 at byte {error.start}: convert it") from None

@@ -1,0 +1,49 @@
+"""What the commands on a trained model share: finding and loading it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.corpus import tokenizer as tokenizers
+from llmtrain.inference.config import ModelSource
+from llmtrain.model.transformer import Transformer
+from llmtrain.storage.errors import ConfigMismatch, InputMissing
+from llmtrain.training.checkpoint import load_model, newest_valid
+from llmtrain.training.start import pick_device
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: Transformer
+    state: dict[str, Any]
+    """state.json of its checkpoint: the step, the run's configuration."""
+    tokenizer_file: Path
+    given: bool
+    """Whether the tokenizer was named by a person."""
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Raises InputMissing, BadData, and ConfigMismatch where it has ids that the model lacks."""
+        if not self.given and not self.tokenizer_file.exists():
+            raise InputMissing(f"{self.tokenizer_file}: no such file: name the corpus' tokenizer with --tokenizer")
+        loaded = tokenizers.load(self.tokenizer_file)
+        if loaded.vocab_size > self.model.config.vocab_size:
+            raise ConfigMismatch(
+                f"{self.tokenizer_file}: has {loaded.vocab_size} tokens, the model knows "
+                f"{self.model.config.vocab_size}: name the corpus' tokenizer with --tokenizer"
+            )
+        return loaded
+
+    def tokenizer_if_known(self) -> tokenizers.Tokenizer | None:
+        return self.tokenizer() if self.given or self.tokenizer_file.exists() else None
+
+
+def load(source: ModelSource) -> Trained:
+    """Loads the model. Raises InputMissing, BadData; UsageError for a device that is not there."""
+    device = pick_device(source.device)
+    precision = source.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    folder = source.checkpoint or newest_valid(source.run_dir)
+    model, _, state = load_model(folder, device, precision)
+    run_dir = folder.absolute().parent.parent if source.checkpoint else source.run_dir
+    return Trained(model, state, source.tokenizer or run_dir / "tokenizer.json", source.tokenizer is not None)

@@ -1,0 +1,92 @@
+"""The loss of a trained model on token files."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from llmtrain.corpus.batches import held_out_batches
+from llmtrain.corpus.order import SampleOrder, Source, parse_sources
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.tokenizer import Tokenizer, token_bytes
+from llmtrain.model.evaluation import evaluate
+from llmtrain.model.transformer import Transformer
+from llmtrain.storage.errors import ConfigMismatch, UsageError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model on one token file. Losses are means over the targets."""
+
+    source: str
+    windows: int
+    """Windows that were read."""
+    targets: int
+    val_loss: float
+    """Cross-entropy, in nats a target."""
+    ppl: float
+    """exp(val_loss)"""
+    bits_per_byte: float | None
+    """nats / (ln 2 * bytes of the target ids, EOS 0 bytes); None where no tokenizer is known."""
+
+
+def open_sources(specs: Sequence[str], vocab_size: int, seq_len: int, tokenizer: Tokenizer | None) -> list[Source]:
+    """Opens and checks the token files of `[NAME=]PATH`, all of them before any is evaluated.
+
+    Raises InputMissing, BadData (65) for one that is damaged or shorter than a window, ConfigMismatch (78) for one
+    with ids beyond the vocabulary or from another tokenizer.
+    """
+    sources = [Source(name, TokenFile.open(path, vocab_size), weight) for name, path, weight in parse_sources(specs)]
+    for source in sources:
+        made_by = (source.file.manifest or {}).get("tokenizer", {}).get("sha256")
+        if tokenizer is not None and made_by not in (None, tokenizer.sha256):
+            raise ConfigMismatch(
+                f"{source.file.path}: comes from another tokenizer than {tokenizer.file}: tokenize it with that one"
+            )
+    SampleOrder(sources, seq_len, seed=0)  # for its checks
+    return sources
+
+
+def evaluate_sources(
+    model: Transformer,
+    sources: Sequence[Source],
+    *,
+    seq_len: int,
+    batch_size: int,
+    max_windows: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> Iterator[Evaluation]:
+    """Evaluates one source after the other on windows of `seq_len` tokens: `max_windows` of each, spread evenly over
+    it, or all (0). A bar on a terminal's stderr shows how far it is.
+
+    Raises UsageError for windows longer than the model's max_seq_len.
+    """
+    if seq_len > model.config.max_seq_len:
+        raise UsageError(f"--seq-len {seq_len} is beyond the model's max_seq_len {model.config.max_seq_len}: lower it")
+    device = model.head_weight.device
+    table = None if tokenizer is None else _bytes_table(tokenizer, model.config.vocab_size).to(device)
+    for source in sources:
+        available = source.file.windows(seq_len)
+        windows = min(max_windows or available, available)
+        batches = held_out_batches(source.file, seq_len, batch_size, windows, device)
+        bar = tqdm(batches, source.name, total=-(-windows // batch_size), unit="batch", leave=False, disable=None)
+        sums = evaluate(model, bar, table)
+        loss = sums.nats / sums.targets
+        yield Evaluation(
+            source=source.name,
+            windows=windows,
+            targets=sums.targets,
+            val_loss=loss,
+            ppl=math.exp(min(loss, 700.0)),  # beyond it a float is infinite, which JSON does not know
+            bits_per_byte=sums.nats / (math.log(2) * sums.bytes) if sums.bytes else None,
+        )
+
+
+def _bytes_table(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
+    """(vocab_size,) int64: bytes of text of each id of the model; it may have more than the tokenizer, or fewer."""
+    known = token_bytes(tokenizer)[:vocab_size]
+    return torch.from_numpy(np.pad(known, (0, vocab_size - len(known))).astype(np.int64))
