@@ -1,5 +1,6 @@
 """`llmtrain generate`."""
 
+import io
 import sys
 from typing import Any
 
@@ -38,8 +39,12 @@ def command(given: dict[str, Any]) -> None:
         raise UsageError(
             f"the prompt has {max(map(len, ids))} tokens, the model reads at most {limit} (max_seq_len): shorten it"
         )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? for what it cannot
     if len(prompts) > 1:
-        for prompt, row, more in zip(prompts, ids, generate(trained.model, ids, sampling, tokenizer.eos_id), strict=True):
+        for prompt, row, more in zip(
+            prompts, ids, generate(trained.model, ids, sampling, tokenizer.eos_id), strict=True
+        ):
             text = TextStream(tokenizer.decode, row)
             show("".join([prompt, *map(text.push, more), text.flush(), "\n-----\n"]))
         return

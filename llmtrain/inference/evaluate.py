@@ -13,6 +13,7 @@ from llmtrain.corpus.batches import held_out_batches
 from llmtrain.corpus.order import SampleOrder, Source, parse_sources
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.tokenizer import Tokenizer, token_bytes
+from llmtrain.model.config import ModelConfig
 from llmtrain.model.evaluation import evaluate
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import ConfigMismatch, UsageError
@@ -34,13 +35,19 @@ class Evaluation:
     """nats / (ln 2 * bytes of the target ids, EOS 0 bytes); None where no tokenizer is known."""
 
 
-def open_sources(specs: Sequence[str], vocab_size: int, seq_len: int, tokenizer: Tokenizer | None) -> list[Source]:
+def open_sources(
+    specs: Sequence[str], config: ModelConfig, seq_len: int, tokenizer: Tokenizer | None = None
+) -> list[Source]:
     """Opens and checks the token files of `[NAME=]PATH`, all of them before any is evaluated.
 
-    Raises InputMissing, BadData (65) for one that is damaged or shorter than a window, ConfigMismatch (78) for one
-    with ids beyond the vocabulary or from another tokenizer.
+    Raises UsageError for windows longer than the model's max_seq_len, InputMissing, BadData (65) for a file that is
+    damaged or shorter than a window, ConfigMismatch (78) for one with ids beyond the vocabulary or from another
+    tokenizer.
     """
-    sources = [Source(name, TokenFile.open(path, vocab_size), weight) for name, path, weight in parse_sources(specs)]
+    if seq_len > config.max_seq_len:
+        raise UsageError(f"--seq-len {seq_len} is beyond the model's max_seq_len {config.max_seq_len}: lower it")
+    opened = [(name, TokenFile.open(path, config.vocab_size), weight) for name, path, weight in parse_sources(specs)]
+    sources = [Source(name, file, weight) for name, file, weight in opened]
     for source in sources:
         made_by = (source.file.manifest or {}).get("tokenizer", {}).get("sha256")
         if tokenizer is not None and made_by not in (None, tokenizer.sha256):
@@ -61,12 +68,7 @@ def evaluate_sources(
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[Evaluation]:
     """Evaluates one source after the other on windows of `seq_len` tokens: `max_windows` of each, spread evenly over
-    it, or all (0). A bar on a terminal's stderr shows how far it is.
-
-    Raises UsageError for windows longer than the model's max_seq_len.
-    """
-    if seq_len > model.config.max_seq_len:
-        raise UsageError(f"--seq-len {seq_len} is beyond the model's max_seq_len {model.config.max_seq_len}: lower it")
+    it, or all (0). A bar on a terminal's stderr shows how far it is."""
     device = model.head_weight.device
     table = None if tokenizer is None else _bytes_table(tokenizer, model.config.vocab_size).to(device)
     for source in sources:

@@ -58,7 +58,7 @@ def file(tmp_path, ids, tokenizer):
 
 def evaluate(model, path, **settings):
     settings = {"seq_len": T, "batch_size": 4, **settings}
-    sources = open_sources([str(path)], VOCAB, settings["seq_len"], settings.get("tokenizer"))
+    sources = open_sources([str(path)], model.config, settings["seq_len"], settings.get("tokenizer"))
     return list(evaluate_sources(model, sources, **settings))
 
 
@@ -91,7 +91,7 @@ def test_fewer_windows_are_spread_evenly_over_the_file(model, file, ids):
 
 def test_each_file_gets_its_own_result_in_order(model, file, tmp_path, ids):
     write_ids(tmp_path / "other.u16", ids[: 3 * T + 1])
-    sources = open_sources([f"first={file}", str(tmp_path / "other.u16")], VOCAB, T, None)
+    sources = open_sources([f"first={file}", str(tmp_path / "other.u16")], model.config, T)
     one, two = evaluate_sources(model, sources, seq_len=T, batch_size=4)
     assert (one.source, one.windows, two.source, two.windows) == ("first", 23, "other", 3)
     assert two.val_loss == pytest.approx(nats_by_hand(model, ids, range(3)) / (3 * T), rel=1e-6)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_evaluated(mod
     with pytest.raises(UsageError, match="21.*20"):
         evaluate(model, file, seq_len=21)
     with pytest.raises(InputMissing, match="nothing.u16"):
-        open_sources([str(file), str(tmp_path / "nothing.u16")], VOCAB, T, None)
+        open_sources([str(file), str(tmp_path / "nothing.u16")], model.config, T)
     with pytest.raises(BadData, match="short.u16"):
         write_ids(tmp_path / "short.u16", ids[:T])
         evaluate(model, tmp_path / "short.u16")
