@@ -156,6 +156,11 @@ def shown(path: Path) -> str:
     return os.fsencode(path).decode(errors="replace")
 
 
+def plural(count: int, noun: str) -> str:
+    """`count` of `noun`, for a line that a person reads."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def file_size(path: Path) -> int:
     """In bytes. Raises InputMissing, StorageFailure."""
     try:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
-from llmtrain.corpus.documents import blocks, file_size, find_files, not_utf8, read_documents, shown
+from llmtrain.corpus.documents import blocks, file_size, find_files, not_utf8, plural, read_documents, shown
 from llmtrain.corpus.token_file import BlockHashes, docs_path, manifest_path, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Task, encode_blocks
@@ -208,13 +208,16 @@ class _Counts:
 
     def report(self, end: int, parts: list[_Part]) -> None:
         """Prints the counts of the files before number `end` that were not printed yet."""
+        lines = []
         for file in range(self._reported, end):
             tokens = sum(int(part.file_tokens[file]) for part in parts)
             documents = sum(int(part.file_documents[file]) for part in parts)
-            line = f"{shown(self.files[file])}: {tokens:,} tokens, {_plural(documents, 'document')}"
+            line = f"{shown(self.files[file])}: {tokens:,} tokens, {plural(documents, 'document')}"
             for reason, count in sorted(self.left_out[file].items()):
                 line += f", {count:,} {reason} left out (the first at byte {self._first[file, reason]})"
-            tqdm.write(line)
+            lines.append(line)
+        if lines:
+            tqdm.write("\n".join(lines))
         self._reported = max(self._reported, end)
 
     def inputs(self, part: _Part, with_left_out: bool) -> list[dict[str, Any]]:
@@ -237,13 +240,13 @@ def _nothing(config: TokenizeConfig, files: list[Path], held_out: int) -> str:
         return f"{where}: all documents ({held_out}) fell into the held-out share of {config.holdout}: lower --holdout"
     if not files:
         return f"{where}: no files in it: check what --input names"
-    return f"{where}: no document that holds text in {_plural(len(files), 'file')}: check what --input names"
+    return f"{where}: no document that holds text in {plural(len(files), 'file')}: check what --input names"
 
 
 def _summary(parts: list[_Part], counts: _Counts, seconds: float) -> None:
     for part, note in zip(parts, ("", " (held out)"), strict=False):
         if part.documents:
-            print(f"{shown(part.path)}: {part.tokens:,} tokens, {_plural(part.documents, 'document')}{note}")
+            print(f"{shown(part.path)}: {part.tokens:,} tokens, {plural(part.documents, 'document')}{note}")
         else:
             print(f"{shown(part.path)}: not written, no document fell into the share held out")
     nbytes, tokens = sum(counts.bytes), sum(part.tokens for part in parts)
@@ -252,13 +255,9 @@ def _summary(parts: list[_Part], counts: _Counts, seconds: float) -> None:
         for reason, count in one.items():
             left_out[reason] = left_out.get(reason, 0) + count
     mb = nbytes / 1e6
-    line = f"in all: {_plural(len(counts.files), 'file')}, {mb:,.1f} MB, {nbytes / tokens:.2f} bytes a token, "
+    line = f"in all: {plural(len(counts.files), 'file')}, {mb:,.1f} MB, {nbytes / tokens:.2f} bytes a token, "
     line += f"{seconds:,.1f} s, {mb / seconds:,.1f} MB/s"
     print(line + "".join(f", {count:,} {reason} left out" for reason, count in sorted(left_out.items())))
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
-from llmtrain.corpus.documents import falls_within, file_size, find_files, not_utf8, read_documents, shown
+from llmtrain.corpus.documents import falls_within, file_size, find_files, not_utf8, plural, read_documents, shown
 from llmtrain.storage.atomic import write_bytes
 from llmtrain.storage.errors import BadData
 
@@ -30,10 +30,11 @@ def train_tokenizer(config: TokenizerConfig) -> None:
         raise BadData(f"{', '.join(config.inputs)}: no text to learn from: check what --input names")
     write_bytes(config.output, data)
     vocab_size = tokenizer.load(config.output).vocab_size
+    seconds = time.perf_counter() - begin
     print(
         f"{shown(config.output)}: {vocab_size:,} tokens, learnt from {counts['bytes'] / 1e6:,.1f} MB in "
-        f"{counts['documents']:,} documents of {len(files):,} files in {time.perf_counter() - begin:,.1f} s"
-        + (f", {counts['left out']:,} documents left out (not UTF-8)" if counts["left out"] else "")
+        f"{plural(counts['documents'], 'document')} of {plural(len(files), 'file')} in {seconds:,.1f} s"
+        + (f", {plural(counts['left out'], 'document')} left out (not UTF-8)" if counts["left out"] else "")
     )
     if vocab_size < config.vocab_size:
         print(f"The text has too few different words for {config.vocab_size:,} tokens; {vocab_size:,} were found.")

@@ -88,7 +88,7 @@ def test_training_a_tokenizer_leaves_no_half(here: Path):
     Path("data/text/bad.txt").write_bytes(b"\xff")
     assert "data/text/bad.txt: not UTF-8 at byte 0" in refused(65, "train-tokenizer", "--output", "new.json")
     code, out, _ = run("train-tokenizer", "--output", "new.json", "--on-bad", "skip", "--vocab-size", "16384")
-    assert code == 0 and "1 documents left out" in out and "too few different words" in out
+    assert code == 0 and "1 document left out" in out and "too few different words" in out
     Path("new.json").unlink()
     assert "no such file" in refused(66, "train-tokenizer", "--input", "none", "--output", "new.json")
     Path("empty").mkdir()

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from llmtrain.corpus import tokenize as work
 from llmtrain.corpus.config import TokenizeConfig
 from llmtrain.corpus.documents import falls_within
+from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.tokenize import held_out_path, tokenize
 from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
 from llmtrain.corpus.workers import encode_block
 from llmtrain.storage.errors import BadData, CannotCreate, InputMissing, StorageFailure
+from tests.corpus.test_workers import no_worker_is_left
 
 # Fixed text, so that the documents chosen by their content are the same everywhere.
 TEXTS = (Path(__file__).parents[2] / "LICENSE").read_text().split("\n\n", 4)
@@ -49,9 +51,11 @@ def put(texts: Sequence[str | bytes], folder: str = "text") -> None:
 
 def read(path: Path = CONFIG.output, tokenizer: Path = CONFIG.tokenizer) -> list[str]:
     """The documents of a token file, cut by its index, which must agree with its EOS ids and its manifest."""
-    ids = np.fromfile(path, "<u2")
-    ends = np.fromfile(f"{path}.docs", "<u8").astype(np.int64)
-    manifest = json.loads(Path(f"{path}.json").read_text())
+    file = TokenFile.open(path)
+    assert sum(file.verify()) == path.stat().st_size
+    ids, manifest = np.array(file.ids), json.loads(Path(f"{path}.json").read_text())
+    assert file.doc_ends is not None
+    ends = np.array(file.doc_ends).astype(np.int64)
     assert (np.flatnonzero(ids == manifest["eos_id"]) + 1).tolist() == ends.tolist()
     assert manifest["tokens"] == len(ids) == sum(one["tokens"] for one in manifest["inputs"])
     assert manifest["documents"] == len(ends) == sum(one["documents"] for one in manifest["inputs"])
@@ -269,8 +273,7 @@ def test_it_can_be_called_from_another_thread(here: Path):
 def test_no_worker_is_left_after_a_run(here: Path):
     put(TEXTS)
     tokenize(replace(CONFIG, workers=2), block_bytes=1)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert no_worker_is_left()
 
 
 def test_names_of_the_held_out_file():
