@@ -18,13 +18,27 @@ from torch import Tensor
 
 from llmtrain.benchmark.timing import DeviceTimer, captured
 from llmtrain.kernels import choice
+from llmtrain.kernels import document_attention as kernel
 from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention
 
 # (B, T, H, Hkv, D)
 SHAPES = (
     (64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (32, 1024, 15, 5, 64), (4, 1024, 12, 4, 64), (64, 1024, 6, 2, 128),
 )  # fmt: skip
-MASKED = (8, 1024, 12, 4, 64)
+DOCUMENTS = ((64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (64, 1024, 6, 2, 128))
+# Blocks of our kernel to try, (BLOCK_M, BLOCK_N, warps, stages) by head size.
+FORWARD = {
+    64: ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
+    128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
+}
+DQ = {
+    64: ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
+    128: ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3)),
+}
+DKV = {
+    64: ((64, 128, 8, 2), (32, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
+    128: ((32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 2)),
+}
 
 
 def packed_heads(b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +124,11 @@ def check_results(report: Report) -> None:
     doc_start = (torch.arange(1024, device="cuda", dtype=torch.int32) // 100 * 100).expand(2, -1)
     seen = causal & (torch.arange(1024, device="cuda") >= doc_start[:, None, :, None])
     report.check(both(q, k, v, dy, doc_start), exact(q, k, v, dy, seen), 1e-2, documents=100)
-    report.add("documents ran", backend=choice.ran["attention"])
+    report.failed |= choice.ran["attention"] != choice.TRITON
+    first, second = both(q, k, v, dy, doc_start), both(q, k, v, dy, doc_start)
+    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    report.failed |= not same
+    report.add("documents", backend=choice.ran["attention"], bit_equal=same)
 
     torch.use_deterministic_algorithms(True)
     first, second = both(q, k, v, dy), both(q, k, v, dy)
@@ -143,12 +161,38 @@ def time_backends(report: Report, timer: DeviceTimer) -> None:
     report.add("time, deterministic", shape=SHAPES[0], both_ms=milliseconds(partial(both, q, k, v, dy), timer))
     torch.use_deterministic_algorithms(False)
 
-    b, t, h, h_kv, d = MASKED
-    q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
-    dy = torch.randn(q.shape, device="cuda").bfloat16()
-    doc_start = (torch.arange(t, device="cuda", dtype=torch.int32) // 256 * 256).expand(b, -1)
-    ms = milliseconds(partial(both, q, k, v, dy, doc_start), timer)
-    report.add("time, documents of 256", shape=MASKED, backend=choice.ran["attention"], both_ms=ms)
+
+def time_documents(report: Report, timer: DeviceTimer) -> None:
+    for b, t, h, h_kv, d in DOCUMENTS:
+        q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
+        dy = torch.randn(q.shape, device="cuda").bfloat16()
+        for length in (t, 256):
+            column = torch.arange(t, device="cuda", dtype=torch.int32)
+            doc_start = (column // length * length).expand(b, -1).contiguous()
+            flops = 4 * b * h * d * t * (length + 1) / 2
+            with torch.no_grad():
+                one = milliseconds(partial(attention, q, k, v, doc_start=doc_start), timer)
+            two = milliseconds(partial(both, q, k, v, dy, doc_start), timer)
+            report.add(
+                "time, documents", shape=(b, t, h, h_kv, d), length=length, backend=choice.ran["attention"],
+                forward_ms=one, both_ms=two, forward_tflops=flops / one / 1e9,
+                backward_tflops=2.5 * flops / (two - one) / 1e9,
+            )  # fmt: skip
+            for name, table, candidates in (
+                ("forward", kernel._FORWARD, FORWARD[d]),
+                ("dq", kernel._DQ, DQ[d]),
+                ("dk and dv", kernel._DKV, DKV[d]),
+            ):
+                chosen = table[d]
+                for blocks in candidates:
+                    table[d] = blocks
+                    try:
+                        ms = milliseconds(partial(both, q, k, v, dy, doc_start), timer, 5)
+                    except Exception as problem:  # out of shared memory, say: a result too
+                        report.add("blocks", kernel=name, d=d, length=length, blocks=blocks, failed=str(problem)[:80])
+                        continue
+                    report.add("blocks", kernel=name, d=d, length=length, blocks=blocks, both_ms=ms)
+                table[d] = chosen
 
 
 def main() -> int:
@@ -159,7 +203,9 @@ def main() -> int:
     report = Report()
     check_results(report)
     torch.cuda.empty_cache()
-    time_backends(report, DeviceTimer(torch.device("cuda"), cold_l2=True))
+    timer = DeviceTimer(torch.device("cuda"), cold_l2=True)
+    time_backends(report, timer)
+    time_documents(report, timer)
     if arguments.json:
         arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
     print("WRONG: see above" if report.failed else "all within tolerance")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from llmtrain.benchmark.timing import DeviceTimer, captured
 
+from llmtrain.benchmark.timing import DeviceTimer, captured
 from llmtrain.kernels import choice
 from llmtrain.kernels.adamw import adamw_step
 from llmtrain.kernels.cross_entropy import (

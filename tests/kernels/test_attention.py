@@ -1,5 +1,9 @@
 """Attention against FP64 loops over what each query may see, and the choice of backends."""
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
 import pytest
 import torch
 
@@ -97,9 +101,21 @@ def test_what_cudnn_cannot_do_well_takes_flash():
     assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, (8, 0), False) == FLASH, "another card"
 
 
-def test_masks_and_fp32_take_the_backend_that_knows_them():
-    assert choose_backend(torch.bfloat16, 64, 1024, 1024, True, H200, False) == EFFICIENT
+def test_documents_and_windows_take_our_kernel_where_it_has_their_shape():
+    assert choose_backend(torch.bfloat16, 64, 1000, 1000, True, H200, True) == choice.TRITON
+    assert choose_backend(torch.bfloat16, 96, 1024, 1024, True, H200, False) == EFFICIENT, "head_dim"
+    assert choose_backend(torch.bfloat16, 64, 4, 100, True, H200, False) == EFFICIENT, "keys from a cache"
     assert choose_backend(torch.float32, 64, 1024, 1024, False, H200, False) == EFFICIENT
+
+
+@pytest.mark.parametrize(("doc_start", "window"), [(DOCUMENTS, None), (None, 3), (DOCUMENTS, 2)])
+def test_the_kernel_sees_the_same_documents_and_windows(doc_start, window):
+    q, k, v = (x.float() for x in heads(2, 9, 9, 4, 2, 16))
+    with choice.forced(choice.TRITON):
+        out = attention(q, k, v, doc_start=doc_start, window=window)
+    assert choice.ran["attention"] == choice.ran["document_attention"] == choice.TRITON
+    wanted = by_hand(q, k, v, 0, doc_start, window)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_forced_backend_is_the_one_that_runs():
