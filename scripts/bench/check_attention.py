@@ -1,6 +1,6 @@
 """Attention's backends on a card: right against FP64, and their times, with v strided and contiguous.
 
-    python scripts/bench/check_attention.py [--json FILE]
+    python scripts/bench/check_attention.py [--json FILE] [--blocks]
 
 Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result is outside its tolerance.
 """
@@ -162,7 +162,7 @@ def time_backends(report: Report, timer: DeviceTimer) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def time_documents(report: Report, timer: DeviceTimer) -> None:
+def time_documents(report: Report, timer: DeviceTimer, all_blocks: bool) -> None:
     for b, t, h, h_kv, d in DOCUMENTS:
         q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
         dy = torch.randn(q.shape, device="cuda").bfloat16()
@@ -178,11 +178,10 @@ def time_documents(report: Report, timer: DeviceTimer) -> None:
                 forward_ms=one, both_ms=two, forward_tflops=flops / one / 1e9,
                 backward_tflops=2.5 * flops / (two - one) / 1e9,
             )  # fmt: skip
-            for name, table, candidates in (
-                ("forward", kernel._FORWARD, FORWARD[d]),
-                ("dq", kernel._DQ, DQ[d]),
-                ("dk and dv", kernel._DKV, DKV[d]),
-            ):
+            tables = (
+                ("forward", kernel._FORWARD, FORWARD[d]), ("dq", kernel._DQ, DQ[d]), ("dk and dv", kernel._DKV, DKV[d]),
+            )  # fmt: skip
+            for name, table, candidates in tables if all_blocks else ():
                 chosen = table[d]
                 for blocks in candidates:
                     table[d] = blocks
@@ -198,6 +197,7 @@ def time_documents(report: Report, timer: DeviceTimer) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the records here too")
+    parser.add_argument("--blocks", action="store_true", help="time our kernel with other block sizes too (minutes)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = Report()
@@ -205,7 +205,7 @@ def main() -> int:
     torch.cuda.empty_cache()
     timer = DeviceTimer(torch.device("cuda"), cold_l2=True)
     time_backends(report, timer)
-    time_documents(report, timer)
+    time_documents(report, timer, arguments.blocks)
     if arguments.json:
         arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
     print("WRONG: see above" if report.failed else "all within tolerance")
