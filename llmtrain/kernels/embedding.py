@@ -67,11 +67,14 @@ if triton is not None:
         end = tl.minimum(begin + RUN, n)
         before = tl.load(ids + begin - 1, mask=begin > 0, other=-1)
         total = tl.zeros((COLS,), tl.float32)
-        for at in range(begin, end):
-            id = tl.load(ids + at)
+        for step in range(RUN):
+            at = begin + step
+            known = at < n
+            id = tl.load(ids + at, mask=known, other=-2)
             after = tl.load(ids + at + 1, mask=at + 1 < n, other=-1)
-            total += tl.load(dy + tl.load(order + at) * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-            if (after != id) | (at + 1 == end):
+            row = tl.load(order + at, mask=known, other=0)  # beyond the end any row will do: nothing is stored there
+            total += tl.load(dy + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+            if known & ((after != id) | (at + 1 == end)):
                 if before == id:
                     tl.store(opening + run.to(tl.int64) * WIDTH + cols, total, mask=mask)
                 elif after == id:

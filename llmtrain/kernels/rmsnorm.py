@@ -134,6 +134,12 @@ def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], li
     return group, views, strides
 
 
+def _forward_tile(width: int) -> tuple[int, int]:
+    """(rows a program, warps): 32 elements a lane, a whole row in one warp up to 1024."""
+    block = triton.next_power_of_2(width)
+    return max(1, 4096 // block), max(4, block // 1024)
+
+
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """As `rmsnorm_forward_reference`."""
     width = x.shape[-1]
@@ -141,11 +147,10 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     h = x if residual is None else torch.empty_like(y)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     group, (x_rows, residual_rows), strides = _as_rows([x, residual])
-    block = triton.next_power_of_2(width)
-    rows = max(1, 4096 // block)
+    rows, warps = _forward_tile(width)
     _forward_kernel[(triton.cdiv(rstd.numel(), rows),)](
         x_rows, residual_rows, weight, y, h, rstd, rstd.numel(), *strides, eps,
-        width, group, rows, block, num_warps=max(4, block // 1024),
+        width, group, rows, triton.next_power_of_2(width), num_warps=warps,
     )  # fmt: skip
     return y, h, rstd
 

@@ -15,8 +15,8 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
-TILE, WARPS = 1024, 4
-"""Pairs of elements a program rotates at a time, over tokens and heads."""
+TILE, MOST_HEADS, WARPS = 1024, 4, 4
+"""Pairs of elements a program rotates at a time, over tokens and at most so many heads."""
 
 
 def rotary_tables(max_seq_len: int, head_dim: int, theta: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def _tile(n_kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
     """(half of head_dim, lanes, tokens, heads) of a tile."""
     half = head_dim // 2
     lanes = triton.next_power_of_2(half)
-    heads = 1 << (min(n_kv_heads, 4).bit_length() - 1)
+    heads = 1 << (min(n_kv_heads, MOST_HEADS).bit_length() - 1)
     return half, lanes, max(1, TILE // (lanes * heads)), heads
 
 
