@@ -22,6 +22,9 @@ from llmtrain.storage.errors import CannotCreate, write_error
 
 PathLike = str | os.PathLike[str]
 
+_TAG = r"\d+(-\d+)?"
+"""What `_tags` yields."""
+
 
 class _Raw(io.FileIO):
     """The file under its temporary name; a failed write names the final one."""
@@ -154,9 +157,8 @@ def remove_tree(path: PathLike) -> None:
     except OSError as error:
         raise write_error(error, path, "removed") from error
     fsync_folder(path.parent)
-    for name in os.listdir(path.parent):
-        if re.fullmatch(r"\..+\.\d+(-\d+)?\.trash", name):
-            _delete(path.parent / name)
+    for trash in _matching(path.parent, rf"\..+\.{_TAG}\.trash"):
+        _delete(trash)
 
 
 def _tags() -> Iterator[str]:
@@ -192,19 +194,21 @@ def _open_partial(final: Path) -> _Raw:
 
 def _remove_partials_of_the_dead(final: Path) -> None:
     """Removes the temporaries of `final` whose writers are dead: those that nobody holds locked."""
-    pattern = re.compile(re.escape(f".{final.name}.") + r"\d+(-\d+)?\.partial")
-    try:
-        names = [name for name in os.listdir(final.parent) if pattern.fullmatch(name)]
-    except OSError:
-        return  # opening the new temporary says what is wrong with the folder
-    for name in names:
-        partial = final.parent / name
+    for partial in _matching(final.parent, rf"{re.escape(f'.{final.name}.')}{_TAG}\.partial"):
         with suppress(OSError):
             with open(partial, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The name may be a new writer's by now; while the lock on a file is ours, its name stays its own.
                 if _is_at(file.fileno(), partial):
                     os.unlink(partial)
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """What in `folder` has a name of `pattern`; nothing where it cannot be listed."""
+    try:
+        return [folder / name for name in os.listdir(folder) if re.fullmatch(pattern, name)]
+    except OSError:
+        return []
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -25,13 +25,11 @@ class JsonLines:
 
     def _open(self) -> int:
         try:
-            missing = not os.path.exists(self.path)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             os.ftruncate(descriptor, _end_of_last_line(descriptor))
         except OSError as error:
             raise write_error(error, self.path) from error
-        if missing:
-            fsync_folder(os.path.dirname(self.path) or ".")
+        fsync_folder(os.path.dirname(self.path) or ".")
         return descriptor
 
     def append(self, line: dict) -> None:
@@ -64,8 +62,8 @@ class JsonLines:
                 for raw, line in _lines(self.path):
                     if keep(line):
                         file.write(raw)
-            os.close(self._descriptor)
-            self._descriptor = self._open()
+            old, self._descriptor = self._descriptor, self._open()
+            os.close(old)
 
     @staticmethod
     def read(path: PathLike) -> Iterator[dict]:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
 
@@ -65,7 +66,8 @@ class RunLock:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor in _held:  # not so in a forked child
             _held.remove(descriptor)
-            os.ftruncate(descriptor, 0)
+            with suppress(OSError):  # who held it is only for people to read
+                os.ftruncate(descriptor, 0)
             os.close(descriptor)
 
 

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
 from llmtrain.storage.atomic import AtomicFile, PathLike, atomic_file
@@ -77,8 +77,10 @@ def write(
     with _hash_beside() as (digest, pending):
         for view in (memoryview(start), *views.values()):
             for at in range(0, view.nbytes, _CHUNK):
-                pending.put(view[at : at + _CHUNK])
-                target.write(view[at : at + _CHUNK])
+                chunk = view[at : at + _CHUNK]
+                pending.put(chunk)
+                target.write(chunk)
+                _begin_to_write_out(target)
         target.sync()
     return len(start) + end, digest.hexdigest()
 
@@ -151,12 +153,20 @@ def _hash_beside() -> Iterator[tuple["hashlib._Hash", "queue.Queue[memoryview | 
         thread.join()
 
 
+def _begin_to_write_out(file: AtomicFile) -> None:
+    """Has the kernel begin to write the last two chunks out, so that the disk works while the next are copied and
+    hashed: a file then takes 1.1 times as long as plainly written, else 1.5 times (scripts/bench/storage.py)."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        with suppress(OSError):  # a hint; the sync says what the disk does not take
+            recent = max(0, file.tell() - 2 * _CHUNK)
+            os.posix_fadvise(file.fileno(), recent, 2 * _CHUNK, os.POSIX_FADV_DONTNEED)
+
+
 @contextmanager
 def _open(path: PathLike) -> Iterator[BinaryIO]:
     """The file, unbuffered, its read errors turned into ours."""
     try:
         with open(path, "rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             yield file  # type: ignore[misc]
     except OSError as error:
         raise read_error(error, path) from error

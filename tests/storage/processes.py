@@ -1,6 +1,5 @@
 """Real processes to kill, and small disks to fill."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -30,16 +29,17 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def killed_at_each_line(work: Callable[[], object]) -> Iterator[int]:
-    """Runs `work` in one process after another, the n-th killed (SIGKILL) before the n-th line of storage code that it
-    comes to; yields n after each death, and ends after the process that came through."""
-    for n in itertools.count(1):
+def killed_at_each_line(work: Callable[[], object], every: int = 1) -> Iterator[int]:
+    """Runs `work` in one process after another, each killed (SIGKILL) before a line of storage code, `every` lines
+    further on; yields the line's number after each death, and ends after the process that came through."""
+    for n in range(1, 1000, every):
         status = in_child(lambda n=n: _run_until_line(n, work))
         if status == 0:
             assert n > 1, "no line of storage was run"
             return
         assert status == -signal.SIGKILL
         yield n
+    raise AssertionError("the work grows with what the killed ones leave")
 
 
 def _run_until_line(n: int, work: Callable[[], object]) -> None:

@@ -62,7 +62,7 @@ def test_a_manifest_with_any_bit_flipped_is_refused(in_memory: Path):
 
 
 @given(value=json_objects, choice=st.integers(0))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_manifest_with_any_bit_flipped_is_refused(
     tmp_path_factory: pytest.TempPathFactory, value: dict, choice: int
 ):
