@@ -157,7 +157,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = None
         n_columns = len(w)
         # A row stride of whole 64s keeps 16-byte accesses, the matmuls' and the kernel's, aligned for any vocabulary.
-        buffer = x.new_empty(min(chunk, len(x)), -(-n_columns // 64) * 64)[:, :n_columns]
+        stride = -(-n_columns // 64) * 64
+        buffer = torch.empty(min(chunk, len(x)), stride, dtype=x.dtype, device=x.device)[:, :n_columns]
         for begin in range(0, len(x), chunk):
             part = slice(begin, min(begin + chunk, len(x)))
             logits = buffer[: part.stop - begin]

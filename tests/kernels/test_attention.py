@@ -1,9 +1,5 @@
 """Attention against FP64 loops over what each query may see, and the choice of backends."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
-
 import pytest
 import torch
 

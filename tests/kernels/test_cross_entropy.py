@@ -1,9 +1,5 @@
 """The head against FP64 autograd: losses, gradients, ignored targets, z-loss, chunks."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,8 +38,8 @@ def expected(logits: torch.Tensor, targets: torch.Tensor, z_loss: float):
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    # Triton's interpreter truncates to bf16 where the card rounds: a whole unit in the last place.
-    return {torch.bfloat16: 2**-7, torch.float32: 2e-6, torch.float64: 1e-12}[dtype]
+    # bf16: half a unit in the last place, and FP32's own error on top.
+    return {torch.bfloat16: 2**-8 * 1.01, torch.float32: 2e-6, torch.float64: 1e-12}[dtype]
 
 
 def check(logits, targets, losses, zs, before, z_loss, dtype) -> None:

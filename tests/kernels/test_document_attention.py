@@ -1,9 +1,5 @@
 """Attention within documents and windows: the kernel against FP64 on whole score matrices."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
-
 import pytest
 import torch
 
