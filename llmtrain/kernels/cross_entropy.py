@@ -22,6 +22,8 @@ except ImportError:  # CPU installs of torch come without it, and the reference 
 IGNORED = -100
 """A target that counts for nothing."""
 
+LOG2_E = 1.4426950408889634
+
 LOGITS_BYTES = {"cuda": 768 << 20, "cpu": 64 << 20}
 """What a chunk of logits may take. A GPU wants few large matmuls, a CPU's cores want their part in the cache."""
 
@@ -52,7 +54,8 @@ if triton is not None:
     @triton.jit
     def _cross_entropy_kernel(
         logits, targets, losses, zs, stride, n_columns, z_loss,
-        WITH_GRADIENT: tl.constexpr, IGNORED: tl.constexpr, RESIDENT: tl.constexpr, BLOCK: tl.constexpr,
+        WITH_GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LOG2_E: tl.constexpr, RESIDENT: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
@@ -68,15 +71,20 @@ if triton is not None:
             e = tl.exp(x - top)
             total = tl.sum(e, 0)
         else:
-            top = float("-inf")
-            total = 0.0
+            # A maximum and a sum for every 8 columns of a block, which lie in one thread: no barrier before the end.
+            tops = tl.full((BLOCK // 8,), -1e38, tl.float32)
+            totals = tl.zeros((BLOCK // 8,), tl.float32)
+            ahead = tl.load(x_row + columns, columns < n_columns, float("-inf"), eviction_policy="evict_last")
             for begin in range(0, n_columns, BLOCK):
-                inside = begin + columns < n_columns
-                x = tl.load(x_row + begin + columns, inside, float("-inf"), eviction_policy="evict_last")
-                x = x.to(tl.float32)
-                higher = tl.maximum(top, tl.max(x, 0))
-                total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
-                top = higher
+                x = tl.reshape(ahead.to(tl.float32), (BLOCK // 8, 8)) * LOG2_E
+                after = begin + BLOCK + columns
+                ahead = tl.load(x_row + after, after < n_columns, float("-inf"), eviction_policy="evict_last")
+                higher = tl.maximum(tops, tl.max(x, 1))
+                totals = totals * tl.exp2(tops - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+                tops = higher
+            top = tl.max(tops, 0)
+            total = tl.sum(totals * tl.exp2(tops - top), 0)
+            top /= LOG2_E
         lse = top + tl.log(total)
         tl.store(losses + row, tl.where(counted, lse - at_target, 0.0))
         tl.store(zs + row, tl.where(counted, z_loss * lse * lse, 0.0))
@@ -89,8 +97,11 @@ if triton is not None:
             else:
                 for begin in range(0, n_columns, BLOCK):
                     inside = begin + columns < n_columns
-                    x = tl.load(x_row + begin + columns, inside, float("-inf")).to(tl.float32)
-                    g = tl.exp(x - lse) * factor - tl.where(begin + columns == target_column, 1.0, 0.0)
+                    x = tl.load(x_row + begin + columns, inside, float("-inf"), eviction_policy="evict_first")
+                    x = x.to(tl.float32)
+                    g = tl.exp2(x * LOG2_E - lse * LOG2_E) * factor - tl.where(
+                        begin + columns == target_column, 1.0, 0.0
+                    )
                     g = tl.where(counted, g, 0.0)
                     tl.store(x_row + begin + columns, g.to(logits.dtype.element_ty), inside)
 
@@ -122,7 +133,7 @@ def cross_entropy_triton(
         return
     _cross_entropy_kernel[(n,)](
         logits, targets, losses, zs, logits.stride(0), n_columns, z_loss,
-        WITH_GRADIENT=with_gradient, IGNORED=IGNORED, RESIDENT=resident, BLOCK=block, num_warps=warps,
+        WITH_GRADIENT=with_gradient, IGNORED=IGNORED, LOG2_E=LOG2_E, RESIDENT=resident, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
