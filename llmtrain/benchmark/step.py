@@ -15,18 +15,13 @@ from llmtrain.benchmark.statistics import Times
 from llmtrain.benchmark.timing import burst, steps_for
 from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
 from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.start import pick_device
 from llmtrain.training.step import TrainStep
 
 GIB = 2**30
 DISTINCT_STEPS = 4
 """Steps' worth of batches held on the device and taken in turn."""
 LEARNING_RATE = 4e-4
-
-
-def resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
 
 
 class RandomSteps:
@@ -108,7 +103,7 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
 
 def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     """Build, warm up and time a training step; raises torch.OutOfMemoryError where it does not fit."""
-    device = resolve_device(timing.device)
+    device = pick_device(timing.device)
     begin = time.perf_counter()
     steps = RandomSteps(shape, precision=timing.precision, device=device)
     steps()

@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run directory holds."),
     "verify": ("llmtrain.cli.verify", "Check every checksum of a token file, a checkpoint or a run directory."),
     "sweep": ("llmtrain.cli.sweep", "Measure training throughput and memory over many shapes."),
+    "bench": ("llmtrain.cli.bench", "Measure a training step, or take it apart by kernel."),
 }
 
 

@@ -69,11 +69,11 @@ def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
     sweep = build(SweepConfig, given, tables.get("sweep", {}), f"{config} [sweep]")
     timing = build(TimingConfig, given, tables.get("timing", {}), f"{config} [timing]")
 
-    from llmtrain.benchmark.step import resolve_device
     from llmtrain.benchmark.sweep import run_sweep
     from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_table
+    from llmtrain.training.start import pick_device
 
-    on_card = resolve_device(timing.device).type == "cuda"
+    on_card = pick_device(timing.device).type == "cuda"
     output = output or Path("docs/baseline.md" if on_card else "docs/baseline-cpu.md")
 
     def tell(data: dict[str, Any]) -> None:

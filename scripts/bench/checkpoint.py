@@ -7,7 +7,6 @@ pages are dropped first (a virtual disk may still hold them in its host's memory
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile

@@ -30,12 +30,12 @@ from llmtrain.benchmark.step import (  # noqa: E402
     RandomSteps,
     device_name,
     peak_memory,
-    resolve_device,
 )
 from llmtrain.benchmark.timing import burst, steps_for  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
 from llmtrain.model.transformer import Transformer  # noqa: E402
 from llmtrain.training.config import OptimizerConfig  # noqa: E402
+from llmtrain.training.start import pick_device  # noqa: E402
 
 SEED = 0
 ROUNDING = 2.0**-9
@@ -262,7 +262,7 @@ NEEDS = {
 
 
 def serve(request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
-    device = resolve_device(request["device"])
+    device = pick_device(request["device"])
     shape = shape_from(request["shape"])
     if device.type == "cuda":
         # cuDNN's attention is the fastest that torch has here; the others stay for shapes it refuses.

@@ -1,0 +1,168 @@
+"""Where a training step's time goes: by kernel, and by part against the floor that its bytes or FLOPs set."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from llmtrain.benchmark.ceilings import measure_ceilings
+from llmtrain.benchmark.config import Shape, TimingConfig
+from llmtrain.benchmark.step import RandomSteps, model_figures, throughput
+from llmtrain.benchmark.timing import burst, steps_for
+from llmtrain.model.flops import attention_flops, parameter_counts
+from llmtrain.training.start import pick_device
+
+PROFILED_STEPS = 3
+
+PARTS = [
+    ("copies", r"^memcpy|^memset"),
+    ("attention", r"flash|fmha|sdpa|attention|fprop|bprop"),
+    ("matmul", r"gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
+    ("optimizer", r"adam|multi_tensor"),
+    ("rmsnorm", r"rms_?norm"),
+    ("swiglu", r"swiglu|silu"),
+    ("rotary", r"rotary|rotate"),
+    ("head softmax", r"cross_entropy|softmax|nll"),
+    ("embedding", r"embedding|lookup|segments|join_kernel|atomic_kernel"),
+]
+"""Part of a step -> what the names of its kernels hold; the first that fits."""
+
+WAITS = re.compile(r"^(cuda|cu)(Stream|Event|Device|Ctx)Synchronize")
+
+
+def part_of(name: str) -> str:
+    """The part of a step that a kernel or an op belongs to, by its name; "other" where none fits."""
+    lower = name.removeprefix("aten::").lower()
+    return next((part for part, pattern in PARTS if re.search(pattern, lower)), "other")
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of (begin, end) spans: time with at least one kernel on the device."""
+    total, reach = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reach))
+        reach = max(reach, end)
+    return total
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The least work that a part of a step can be done with."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def needed(shape: Shape, precision: str) -> dict[str, Needed]:
+    """By part, for one step. Each tensor of a part is read once and written once; what a kernel can take from its
+    neighbours by fusion is not deducted."""
+    c, n = shape.model, shape.tokens_per_step
+    wide = 2 if precision == "bf16" else 4
+    norms = 2 * c.n_layers + 1
+    heads = c.n_heads + c.n_kv_heads
+    sequences = shape.batch_size * shape.accumulate
+    parameters = parameter_counts(c)
+    return {
+        "matmul": Needed(flops=6.0 * parameters.in_matmuls * n),
+        "attention": Needed(flops=attention_flops(c, [shape.seq_len] * sequences)),
+        # forward: branch, residual -> y, sum; backward: dy, d_sum, sum -> dx
+        "rmsnorm": Needed(bytes=norms * 8 * c.d_model * n * wide),
+        # forward: gate, up -> y; backward: dy, gate, up -> d_gate, d_up
+        "swiglu": Needed(bytes=c.n_layers * 8 * c.d_ff * n * wide),
+        # forward and backward: queries and keys in and out
+        "rotary": Needed(bytes=c.n_layers * 4 * heads * c.head_dim * n * wide),
+        # logits in, their gradient out
+        "head softmax": Needed(bytes=2 * c.vocab_size * n * wide),
+        # forward: FP32 rows in, narrow rows out; backward: narrow rows in, FP32 rows in and out
+        "embedding": Needed(bytes=c.d_model * n * (4 + wide + wide + 8)),
+        # gradient twice (its norm needs it first), weight and two moments in and out, the narrow copy out
+        "optimizer": Needed(bytes=parameters.total * (32 + (2 if wide == 2 else 0))),
+    }
+
+
+def by_name(rows: Iterable[tuple[str, float]], steps: int) -> list[dict[str, Any]]:
+    """(name, ms) of single calls -> a row for each name, the longest first: instances and ms a step, and share."""
+    counts: dict[str, int] = {}
+    times: dict[str, float] = {}
+    for name, ms in rows:
+        counts[name] = counts.get(name, 0) + 1
+        times[name] = times.get(name, 0.0) + ms
+    total = sum(times.values())
+    return [
+        {
+            "name": name,
+            "part": part_of(name),
+            "instances": counts[name] / steps,
+            "ms": times[name] / steps,
+            "share": times[name] / total,
+        }
+        for name in sorted(times, key=lambda name: -times[name])
+    ]
+
+
+def by_part(kernels: list[dict[str, Any]], work: dict[str, Needed], ceilings: dict[str, float]) -> list[dict[str, Any]]:
+    """A row for each part, the longest first: ms a step, share, FLOPs or bytes and the rate they pass at, floor."""
+    parts: dict[str, float] = {}
+    for kernel in kernels:
+        parts[kernel["part"]] = parts.get(kernel["part"], 0.0) + kernel["ms"]
+    total = sum(parts.values())
+    rows = []
+    for part, ms in sorted(parts.items(), key=lambda item: -item[1]):
+        least = work.get(part, Needed())
+        floor = 1e3 * max(least.flops / ceilings["flops"], least.bytes / ceilings["bytes_per_s"])
+        rows.append({"part": part, "ms": ms, "share": ms / total, **asdict(least), "floor_ms": floor or None})
+    return rows
+
+
+def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
+    """One step by kernel (on a CPU by op, self time), beside the same step's time without the profiler."""
+    device = pick_device(timing.device)
+    on_card = device.type == "cuda"
+    ceilings = measure_ceilings(device).as_dict()
+    steps = RandomSteps(shape, precision=timing.precision, device=device)
+    count = steps_for(steps, timing.seconds, device, warmup=timing.warmup)
+    plain = burst(steps, count, device)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_card else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        for _ in range(PROFILED_STEPS):
+            steps()
+        if on_card:
+            torch.cuda.synchronize(device)
+    events = list(profiler.events() or [])
+    if on_card:
+        # Ranges that mark regions of the program lie on the device's time line too, and are no kernels.
+        taken = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        calls = [(e.name, e.time_range.elapsed_us() / 1e3) for e in taken]
+        busy = covered((e.time_range.start, e.time_range.end) for e in taken) / 1e3 / PROFILED_STEPS
+    else:
+        calls = [(e.name, e.self_cpu_time_total / 1e3) for e in events]
+        busy = sum(ms for _, ms in calls) / PROFILED_STEPS
+    kernels = by_name(calls, PROFILED_STEPS)
+    figures = model_figures(shape)
+    wall_ms = plain.wall_s / plain.steps * 1e3
+    tok_per_s = shape.tokens_per_step / wall_ms * 1e3
+    return {
+        "kind": "profile",
+        "shape": asdict(shape),
+        "device": str(device),
+        "precision": timing.precision,
+        "profiled_steps": PROFILED_STEPS,
+        "ceilings": ceilings,
+        "wall_ms": wall_ms,
+        "busy_ms": busy,
+        "tok_per_s": tok_per_s,
+        "not_captured": steps.step.why_not_captured,
+        "copies": {
+            kind: sum(f"memcpy {kind}" in name.lower() for name, _ in calls) / PROFILED_STEPS
+            for kind in ("htod", "dtoh", "dtod")
+        },
+        "waits": sum(bool(WAITS.match(e.name)) for e in events) / PROFILED_STEPS,
+        "kernels": kernels,
+        "parts": by_part(kernels, needed(shape, timing.precision), ceilings),
+        **figures,
+        **throughput(tok_per_s, figures, device),
+    }

@@ -1,0 +1,125 @@
+"""`llmtrain bench`: a training step by itself, in figures and by kernel."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmtrain.benchmark.config import Shape, TimingConfig
+from llmtrain.cli.options import build, config_options
+from llmtrain.cli.train import read_tables
+from llmtrain.model.config import ModelConfig
+from llmtrain.storage.errors import UsageError
+from llmtrain.training.config import DataConfig, RunConfig
+
+RANDOM_VOCABULARY = 16384
+"""Where neither the command line nor the configuration says one: there is no token file to ask."""
+
+
+@click.group()
+def command() -> None:
+    """Measure a training step on random tokens."""
+
+
+def step_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options that `bench step` and `bench profile` share."""
+    size = click.IntRange(min=1)
+    options: list[Callable[..., Any]] = [
+        click.option(
+            "--config", "preset", default="31m", show_default=True, metavar="FILE|NAME",
+            help="TOML file of a run, or the name of one in configs/.",
+        ),
+        click.option("--batch-size", type=size, help="Sequences of a micro-batch.  [default: the configuration's]"),
+        click.option("--seq-len", type=size, help="Tokens of a sequence.  [default: the configuration's]"),
+        click.option("--accumulate", type=size, help="Micro-batches of a step.  [default: the configuration's]"),
+        click.option(
+            "--output", type=click.Path(path_type=Path), metavar="FILE",
+            help="Also write the Markdown there, and its JSON to data/ beside it.",
+        ),
+        config_options(TimingConfig, ModelConfig),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def preset_path(name: str) -> Path:
+    """The file itself, or configs/NAME.toml."""
+    path, preset = Path(name), Path("configs", f"{name}.toml")
+    return preset if not path.exists() and preset.exists() else path
+
+
+def what_to_run(
+    given: dict[str, Any], preset: str, batch_size: int | None, seq_len: int | None, accumulate: int | None
+) -> tuple[Shape, TimingConfig]:
+    """The shape and the method, from the command line over the configuration of a run."""
+    path = preset_path(preset)
+    tables = read_tables(path)
+    model = build(ModelConfig, given, tables["model"], f"{path} [model]")
+    data = build(DataConfig, {}, tables["data"], f"{path} [data]")
+    run = build(RunConfig, {}, tables["run"], f"{path} [run]")
+    timing = build(TimingConfig, {"precision": run.precision, "device": run.device} | given)
+    seq_len = seq_len or data.seq_len
+    batch_size = batch_size or run.batch_size
+    accumulate = accumulate or max(1, run.sequences_per_step // batch_size)
+    model = replace(
+        model,
+        vocab_size=model.vocab_size or RANDOM_VOCABULARY,
+        max_seq_len=max(model.max_seq_len, seq_len),
+    )
+    try:
+        return Shape(model, batch_size, seq_len, accumulate), timing
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def measured(measure: Callable[..., dict[str, Any]], shape: Shape, timing: TimingConfig) -> dict[str, Any]:
+    """What `measure` returns, and the machine before it; UsageError where the shape does not fit the device."""
+    from llmtrain.benchmark.machine import describe
+    from llmtrain.benchmark.row import out_of_memory
+    from llmtrain.training.start import pick_device
+
+    machine = describe(pick_device(timing.device).type == "cuda")
+    try:
+        return {"machine": machine} | measure(shape, timing)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).split("\n")[0]
+        raise UsageError(f"batch {shape} does not fit the device: lower --batch-size or --seq-len ({reason})") from None
+
+
+def show(data: dict[str, Any], markdown: str, output: Path | None) -> None:
+    from llmtrain.benchmark.tables import write_table
+
+    click.echo(markdown, nl=False)
+    if output is not None:
+        write_table(output, data, markdown)
+
+
+@command.command()
+@step_options
+def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
+    """Tokens per second, MFU and peak memory of a training step."""
+    shape, timing = what_to_run(given, preset, **batch)
+
+    from llmtrain.benchmark.step import measure_step
+    from llmtrain.benchmark.step_tables import step_markdown
+
+    data = {"kind": "step"} | measured(measure_step, shape, timing)
+    show(data, step_markdown(data), output)
+
+
+@command.command()
+@step_options
+def profile(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
+    """A training step by kernel, and by part against its floor."""
+    shape, timing = what_to_run(given, preset, **batch)
+
+    from llmtrain.benchmark.profile import profile_step
+    from llmtrain.benchmark.step_tables import profile_markdown
+
+    data = measured(profile_step, shape, timing)
+    show(data, profile_markdown(data), output)

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from llmtrain.benchmark.config import Shape
+from llmtrain.benchmark.profile import by_name, by_part, covered, needed, part_of
+from llmtrain.model.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=100, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, max_seq_len=64
+)
+
+
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128>(...)", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_1", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+        ("void cutlass::fmha_forward", "attention"),
+        ("_adamw_kernel", "optimizer"),
+        ("_cross_entropy_kernel", "head softmax"),
+        ("_rmsnorm_backward", "rmsnorm"),
+        ("_swiglu_forward", "swiglu"),
+        ("_lookup_kernel", "embedding"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("Memset (Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_a_kernel_belongs_to_the_part_its_name_says(name, part):
+    assert part_of(name) == part
+
+
+def test_overlapping_kernels_count_their_time_once():
+    assert covered([(0, 10), (5, 12), (20, 21), (6, 7)]) == 13
+    assert covered([]) == 0
+
+
+def test_kernels_are_summed_by_name_and_divided_by_steps():
+    rows = by_name([("nvjet", 2.0), ("Memset", 1.0), ("nvjet", 3.0), ("nvjet", 3.0), ("nvjet", 1.0)], steps=2)
+    assert [(r["name"], r["instances"], r["ms"], r["share"]) for r in rows] == [
+        ("nvjet", 2.0, 4.5, 0.9), ("Memset", 0.5, 0.5, 0.1),
+    ]  # fmt: skip
+
+
+def test_a_part_is_held_against_the_floor_of_its_work():
+    work = needed(Shape(MODEL, batch_size=2, seq_len=8, accumulate=3), "bf16")
+    parameters_in_matmuls = 2 * (16 * 32 + 16 * 16 + 3 * 16 * 32) + 100 * 16
+    assert work["matmul"].flops == 6 * parameters_in_matmuls * 48
+    assert work["attention"].flops == 12 * 2 * 8 * (8 * 9 / 2) * 2 * 6  # pairs of 6 sequences in 2 layers
+    assert work["swiglu"].bytes == 2 * 8 * 32 * 48 * 2
+    assert work["head softmax"].bytes == 2 * 100 * 48 * 2
+    assert needed(Shape(MODEL, 2, 8), "fp32")["rmsnorm"].bytes == 5 * 8 * 16 * 16 * 4
+    kernels = by_name([("nvjet", 3.0), ("_swiglu_forward", 1.0), ("_swiglu_backward", 1.0), ("x", 5.0)], steps=1)
+    ceilings = {"flops": work["matmul"].flops / 1e-3, "bytes_per_s": work["swiglu"].bytes / 1e-3}
+    rows = {row["part"]: row for row in by_part(kernels, work, ceilings)}
+    assert list(rows) == ["other", "matmul", "swiglu"]
+    assert rows["matmul"]["floor_ms"] == pytest.approx(1.0)
+    assert rows["swiglu"]["ms"] == 2.0 and rows["swiglu"]["floor_ms"] == pytest.approx(1.0)
+    assert rows["other"]["floor_ms"] is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_a_step_on_the_card_is_accounted_for():
+    from llmtrain.benchmark.config import TimingConfig
+    from llmtrain.benchmark.profile import profile_step
+
+    model = ModelConfig(
+        vocab_size=1024, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512, max_seq_len=256
+    )
+    data = profile_step(Shape(model, 16, 256), TimingConfig(seconds=0.1, bursts=2))
+    parts = {row["part"]: row["ms"] for row in data["parts"]}
+    assert parts["matmul"] > 0 and parts["attention"] > 0 and parts["optimizer"] > 0
+    assert 0 < data["busy_ms"] <= sum(parts.values()) * 1.001
+    assert data["copies"]["htod"] == data["copies"]["dtoh"] == 0
