@@ -112,7 +112,7 @@ def test_bf16_decodes_with_a_bf16_cache():
     model.init_weights(3)
     model.compute_dtype = torch.bfloat16
     for parameter in model.parameters():
-        parameter.narrow_copy = parameter.detach().bfloat16()  # type: ignore[assignment]
+        parameter.operand_cache = parameter.detach().bfloat16()  # type: ignore[attr-defined]
     assert [len(row) for row in generate(model, PROMPTS, SAMPLED)] == [12] * 4
 
 
