@@ -99,9 +99,8 @@ if triton is not None:
                     inside = begin + columns < n_columns
                     x = tl.load(x_row + begin + columns, inside, float("-inf"), eviction_policy="evict_first")
                     x = x.to(tl.float32)
-                    g = tl.exp2(x * LOG2_E - lse * LOG2_E) * factor - tl.where(
-                        begin + columns == target_column, 1.0, 0.0
-                    )
+                    g = tl.exp2(x * LOG2_E - lse * LOG2_E) * factor
+                    g -= tl.where(begin + columns == target_column, 1.0, 0.0)
                     g = tl.where(counted, g, 0.0)
                     tl.store(x_row + begin + columns, g.to(logits.dtype.element_ty), inside)
 
