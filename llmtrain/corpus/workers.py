@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
@@ -194,29 +194,40 @@ def main(descriptor: int) -> None:
     """The worker process; `descriptor` is its end of the socket."""
     connection = Connection(descriptor)
     work: queue.SimpleQueue[tuple[list[int], bytes]] = queue.SimpleQueue()
+    with _ending_with_the_socket():
+        file, holdout = connection.recv()
+        tokenizer = Tokenizer(connection.recv_bytes(), file)
+        threading.Thread(target=_read, args=(connection, work), daemon=True).start()
+        while True:
+            _answer(connection, tokenizer, holdout, *work.get())
 
-    def read() -> None:
-        try:
-            while True:
-                lengths = connection.recv()
-                work.put((lengths, connection.recv_bytes()))
-        except (OSError, EOFError):
-            # The parent has closed the socket or is gone; what is being encoded is for nobody.
-            os._exit(0)
 
-    file, holdout = connection.recv()
-    tokenizer = Tokenizer(connection.recv_bytes(), file)
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        lengths, data = work.get()
-        ends = np.cumsum(lengths)
-        view = memoryview(data)
-        documents = [view[end - length : end] for end, length in zip(ends.tolist(), lengths, strict=True)]
-        try:
-            encoded = encode_block(tokenizer, documents, holdout)
-        except BaseException as error:  # the library's panics are no Exceptions
-            known = isinstance(error, LlmtrainError)
-            connection.send(error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
-            continue
-        connection.send((encoded.lengths, encoded.held_out, encoded.left_out))
-        connection.send_bytes(encoded.ids.view(np.uint8).data)
+@contextmanager
+def _ending_with_the_socket() -> Iterator[None]:
+    """Ends the process, its other threads too, when the parent has closed the socket or is gone: what is being encoded
+    is for nobody then."""
+    try:
+        yield
+    except (OSError, EOFError):
+        os._exit(0)
+
+
+def _read(connection: Connection, work: "queue.SimpleQueue[tuple[list[int], bytes]]") -> None:
+    with _ending_with_the_socket():
+        while True:
+            lengths = connection.recv()
+            work.put((lengths, connection.recv_bytes()))
+
+
+def _answer(connection: Connection, tokenizer: Tokenizer, holdout: float, lengths: list[int], data: bytes) -> None:
+    ends = np.cumsum(lengths).tolist()
+    view = memoryview(data)
+    documents = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    try:
+        encoded = encode_block(tokenizer, documents, holdout)
+    except BaseException as error:  # the library's panics are no Exceptions
+        known = isinstance(error, LlmtrainError)
+        connection.send(error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
+        return
+    connection.send((encoded.lengths, encoded.held_out, encoded.left_out))
+    connection.send_bytes(encoded.ids.view(np.uint8).data)
