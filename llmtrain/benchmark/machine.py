@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from llmtrain import __version__
+
 IDLE_MEMORY_MIB = 1024
 """More than this held on the card by others before a run counts as contended: an idle driver holds a few hundred."""
 
@@ -140,7 +142,7 @@ def versions() -> dict[str, str | None]:
 
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
-        "llmtrain": installed("llmtrain"),
+        "llmtrain": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed("triton"),

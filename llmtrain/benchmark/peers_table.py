@@ -24,7 +24,7 @@ LEGEND = (
     "compile caches are empty at the start of a run, and the copy finds what llmtrain left. Loss is that after the "
     "stated number of steps on the same data from the same weights; the copy starts from weights moved within half a "
     "bf16 ulp. Differs by is the largest difference from llmtrain's loss in any of those steps, and `!` marks one "
-    "beyond three times the copy's."
+    "beyond three times the copy's. There is no TensorFlow/XLA arm."
 )
 
 
@@ -93,6 +93,12 @@ class CaseView:
         ]
 
 
+def packages(rows: list[dict[str, Any]]) -> str:
+    """Versions of what only the peers use, as a sentence."""
+    found = {name: version for row in rows for name, version in row.get("versions", {}).items() if version}
+    return f" Peers: {', '.join(f'{name} {version}' for name, version in found.items())}." if found else ""
+
+
 def case_markdown(case: dict[str, Any]) -> list[str]:
     view = CaseView(case)
     shape = shape_from(case["rows"][0]["shape"])
@@ -104,7 +110,7 @@ def case_markdown(case: dict[str, Any]) -> list[str]:
         f"d_ff {m.d_ff}, vocabulary {m.vocab_size}, {case['precision']}; bursts of {case['seconds']:g} s; losses after "
         f"{case['steps']} steps. Floor: {percent(view.floor)}.",
         "",
-        headline(case["machine"]),
+        headline(case["machine"]) + packages(case["rows"]),
         "",
         *table(HEADER, [view.cells(row) for row in case["rows"]], numbers_from=2),
         "",

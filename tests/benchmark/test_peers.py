@@ -67,7 +67,8 @@ class FakeArms:
 
 GOOD = {
     "event": "ready", "losses": [2.0, 1.0], "first_step_s": 3.0, "device_name": "NVIDIA H200", "not_captured": None,
-    "allocated_gib": 1.0, "reserved_gib": 2.0, "steps": 4, "wall_s": 0.4, "device_s": 0.4,
+    "versions": {"transformers": "5.17.0"}, "allocated_gib": 1.0, "reserved_gib": 2.0, "steps": 4, "wall_s": 0.4,
+    "device_s": 0.4,
 }  # fmt: skip
 FULL = {"event": "oom", "reason": "CUDA out of memory"}
 
@@ -91,7 +92,8 @@ def test_arms_take_turns_and_the_copy_starts_after_its_original(peers, monkeypat
     assert starts == ["llmtrain: go", "plain: go", "llmtrain (copy): go"]
     assert [entry.split(":")[0] for entry in bursts[::3]] == ["llmtrain", "llmtrain (copy)", "plain"]
     assert all(len(row["bursts"]) == 3 for row in result["rows"])
-    assert "llmtrain's share" in peers_markdown({"cases": [result]}, "x.json")
+    text = peers_markdown({"cases": [result]}, "x.json")
+    assert "llmtrain's share" in text and "Peers: transformers 5.17.0." in text
 
 
 def test_an_arm_without_room_beside_the_others_is_measured_in_a_group_with_ours(peers, monkeypatch):
