@@ -1,6 +1,5 @@
 """The loss of a trained model on token files."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,14 +76,13 @@ def evaluate_sources(
         batches = held_out_batches(source.file, seq_len, batch_size, windows, device)
         bar = tqdm(batches, source.name, total=-(-windows // batch_size), unit="batch", leave=False, disable=None)
         sums = evaluate(model, bar, table)
-        loss = sums.nats / sums.targets
         yield Evaluation(
             source=source.name,
             windows=windows,
             targets=sums.targets,
-            val_loss=loss,
-            ppl=math.exp(min(loss, 700.0)),  # beyond it a float is infinite, which JSON does not know
-            bits_per_byte=sums.nats / (math.log(2) * sums.bytes) if sums.bytes else None,
+            val_loss=sums.loss,
+            ppl=sums.ppl,
+            bits_per_byte=sums.bits_per_byte,
         )
 
 

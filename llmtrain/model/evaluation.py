@@ -1,5 +1,6 @@
 """The loss of a model on held-out batches, as sums."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,21 @@ class EvaluationSums:
     """Targets that counted."""
     bytes: int
     """Bytes of text of those targets; 0 where no table was given."""
+
+    @property
+    def loss(self) -> float:
+        """Nats a target."""
+        return self.nats / self.targets
+
+    @property
+    def ppl(self) -> float:
+        """exp(loss); past the largest float it stays there, because JSON knows no infinity."""
+        return math.exp(min(self.loss, 709.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """nats / (ln 2 * bytes); None where no bytes are known."""
+        return self.nats / (math.log(2) * self.bytes) if self.bytes else None
 
 
 @torch.no_grad()

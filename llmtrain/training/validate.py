@@ -1,7 +1,6 @@
 """Evaluation within a run."""
 
 import functools
-import math
 from pathlib import Path
 
 import torch
@@ -33,8 +32,7 @@ def validate(model: Transformer, source: Source, config: TrainConfig, device: to
     )
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
     sums = evaluate(model, batches, table)
-    loss = sums.nats / sums.targets
-    figures = {"val_loss": loss, "ppl": math.exp(min(loss, 700.0))}
-    if sums.bytes:
-        figures["bits_per_byte"] = sums.nats / (math.log(2) * sums.bytes)
+    figures = {"val_loss": sums.loss, "ppl": sums.ppl}
+    if sums.bits_per_byte is not None:
+        figures["bits_per_byte"] = sums.bits_per_byte
     return figures
