@@ -54,6 +54,20 @@ def test_a_row_of_a_padded_batch_is_what_it_is_alone(model, config):
     assert generate(model, [[5]] * 3, SAMPLED)[1] != generate(model, [[5]] * 3, SAMPLED)[2]
 
 
+def test_every_token_sees_one_at_least_padding_too(model, monkeypatch):
+    """A softmax over nothing is NaN in some backends, and a NaN in the cache survives every mask."""
+    seen, forward = [], model.forward
+
+    def watched(ids, *, doc_start, cache, **rest):
+        columns = torch.arange(cache.length, cache.length + ids.shape[1])
+        seen.append(bool((doc_start <= columns).all()))
+        return forward(ids, doc_start=doc_start, cache=cache, **rest)
+
+    monkeypatch.setattr(model, "forward", watched)
+    generate(model, PROMPTS, GREEDY)
+    assert len(seen) == 12 and all(seen)
+
+
 def test_the_seed_decides_the_text_and_no_other_generator_is_touched(model):
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     one = generate(model, PROMPTS, SAMPLED)
