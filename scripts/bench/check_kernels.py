@@ -355,7 +355,7 @@ def check_rotary(bench: Bench, s: Shape) -> None:
         function = q.grad_fn
         assert function is not None
 
-        def run() -> object:
+        def run(alive: object = (q, k, v)) -> object:  # torch frees what a node saved with the last of its outputs
             for w in weights:
                 if w is not None:
                     w.grad_stale = True  # type: ignore[attr-defined]
