@@ -27,6 +27,27 @@ class _Linear(torch.autograd.Function):
         return dx, dw
 
 
+class _LinearAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor) -> Tensor:
+        ctx.operand = operand(weight, x.dtype)
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(into)
+        into.view(-1, into.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), ctx.operand.T)
+        return into
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        return *_Linear.backward(ctx, dy), dy
+
+
+def linear_add(x: Tensor, weight: Tensor, into: Tensor) -> Tensor:
+    """into (..., out) + x (..., in) @ weight.T, added in the matmul's FP32 accumulator and rounded once; `into`, which
+    must be contiguous and nobody else's, is overwritten with it and returned."""
+    return _LinearAdd.apply(x, weight, into)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x: (..., in), weight: (out, in) FP32 master; the product runs, and comes back, in x's dtype: (..., out)."""
     return _Linear.apply(x, weight)

@@ -1,6 +1,10 @@
 """Root mean square normalisation with the residual add in front of it (Zhang and Sennrich 2019).
 
 h = x + residual, y = h / sqrt(mean(h^2) + eps) * weight. Statistics are FP32 whatever the rows are.
+
+`rmsnorm_fork` is what a pre-norm block uses: it hands on a copy of x for the branch's last matmul to add its result to.
+The copy leaves from registers, and the matmul reads it hidden under its arithmetic: one pass over memory less than a
+norm that adds.
 """
 
 from typing import Any
@@ -56,7 +60,7 @@ if triton is not None:
     @triton.jit
     def _forward_kernel(
         x, residual, weight, y, h, rstd, n_rows, x_group, x_row, residual_group, residual_row, eps,
-        H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        H: tl.constexpr, GROUP: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         cols = tl.arange(0, BLOCK)[None, :]
@@ -65,7 +69,9 @@ if triton is not None:
         row = (rows % GROUP)[:, None]
         flat = rows.to(tl.int64)[:, None] * H + cols
         narrow = tl.load(x + group * x_group + row * x_row + cols, mask=mask, other=0.0)
-        if residual is not None:
+        if COPY:
+            tl.store(h + flat, narrow, mask=mask)
+        elif residual is not None:
             other = tl.load(residual + group * residual_group + row * residual_row + cols, mask=mask, other=0.0)
             narrow = (narrow.to(tl.float32) + other.to(tl.float32)).to(narrow.dtype)
             tl.store(h + flat, narrow, mask=mask)
@@ -140,17 +146,19 @@ def _forward_tile(width: int) -> tuple[int, int]:
     return max(1, 4096 // block), max(4, block // 1024)
 
 
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rmsnorm_forward_reference`."""
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, copy: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rmsnorm_forward_reference`; with `copy`, h is a copy of x."""
     width = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = x if residual is None else torch.empty_like(y)
+    h = torch.empty_like(y) if copy or residual is not None else x
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     group, (x_rows, residual_rows), strides = _as_rows([x, residual])
     rows, warps = _forward_tile(width)
     _forward_kernel[(triton.cdiv(rstd.numel(), rows),)](
         x_rows, residual_rows, weight, y, h, rstd, rstd.numel(), *strides, eps,
-        width, group, rows, triton.next_power_of_2(width), num_warps=warps,
+        width, group, copy, rows, triton.next_power_of_2(width), num_warps=warps,
     )  # fmt: skip
     return y, h, rstd
 
@@ -181,13 +189,16 @@ def _backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Te
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fork: bool) -> Any:
         ctx.chosen = choose("rmsnorm", x)
-        forward = _forward if ctx.chosen == TRITON else rmsnorm_forward_reference
-        y, h, rstd = forward(x, residual, weight.detach(), eps)
+        if ctx.chosen == TRITON:
+            y, h, rstd = _forward(x, residual, weight.detach(), eps, fork)
+        else:
+            y, h, rstd = rmsnorm_forward_reference(x, residual, weight.detach(), eps)
+            h = h.clone() if fork else h
         ctx.weight = weight
-        ctx.save_for_backward(h, rstd)
-        return y if residual is None else (y, h)
+        ctx.save_for_backward(x if fork else h, rstd)
+        return (y, h) if fork or residual is not None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dh: Tensor | None = None) -> Any:
@@ -198,9 +209,14 @@ class _RMSNorm(torch.autograd.Function):
         else:
             dx, whole = rmsnorm_backward_reference(dy, dh, h, ctx.weight.detach(), rstd)
             dw = deliver_gradient(ctx.weight, whole)
-        return dx, (dx if ctx.needs_input_grad[1] else None), dw, None
+        return dx, (dx if ctx.needs_input_grad[1] else None), dw, None, None
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
     """x: (..., H), weight: (H,) -> y (..., H), or (y, h = x + residual) where a residual is given."""
-    return _RMSNorm.apply(x, residual, weight, eps)
+    return _RMSNorm.apply(x, residual, weight, eps, False)
+
+
+def rmsnorm_fork(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x: (..., H), weight: (H,) -> y (..., H), and a copy of x (..., H) that may be written."""
+    return _RMSNorm.apply(x, None, weight, eps, True)

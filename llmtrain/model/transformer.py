@@ -1,7 +1,7 @@
 """The transformer: pre-norm blocks of rotary grouped-query attention and SwiGLU, tied or untied head.
 
-Weights are FP32 masters; activations run in `compute_dtype`. A block carries (h, u): the residual stream and the
-branch output that is still to be added to it, because the next norm adds them on its way.
+Weights are FP32 masters; activations run in `compute_dtype`. The last matmul of each branch adds into the residual
+stream, of which the norm in front of the branch hands on a copy.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from llmtrain.kernels.attention import attention
 from llmtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
 from llmtrain.kernels.embedding import embedding
-from llmtrain.kernels.linear import linear
-from llmtrain.kernels.rmsnorm import rmsnorm
+from llmtrain.kernels.linear import linear, linear_add
+from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
 from llmtrain.kernels.rotary import rotary_qkv, rotary_tables
 from llmtrain.kernels.swiglu import swiglu
 from llmtrain.model.config import ModelConfig
@@ -59,6 +59,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
 
+    def add(self, x: Tensor, into: Tensor) -> Tensor:
+        """into + the product, in the memory of `into`."""
+        return linear_add(x, self.weight, into)
+
 
 class RMSNorm(nn.Module):
     """The weight (width,) of a root mean square norm."""
@@ -71,9 +75,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
-        return rmsnorm(x, self.weight, self.eps, residual)
+    def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x, a copy of x to add to)."""
+        return rmsnorm_fork(x, self.weight, self.eps)
 
 
 class Embedding(nn.Module):
@@ -108,7 +112,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, layer: int, context: Context) -> Tensor:
+    def forward(self, x: Tensor, h: Tensor, layer: int, context: Context) -> Tensor:
+        """x: the normed stream (B, T, d_model), h: the stream, overwritten with what is returned: h + attention(x)."""
         c = self.config
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
@@ -120,7 +125,7 @@ class Attention(nn.Module):
             offset = context.cache.length
             k, v = context.cache.extend(layer, k, v)
         y = attention(q, k, v, offset=offset, doc_start=context.doc_start)  # (B, T, H, D)
-        return self.out(y.reshape(*x.shape[:-1], -1))
+        return self.out.add(y.reshape(*x.shape[:-1], -1), h)
 
 
 class FeedForward(nn.Module):
@@ -131,8 +136,9 @@ class FeedForward(nn.Module):
         self.gate_up = Linear(config.d_model, 2 * config.d_ff)
         self.down = Linear(config.d_ff, config.d_model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        """x: the normed stream (B, T, d_model), h: the stream, overwritten with what is returned: h + SwiGLU(x)."""
+        return self.down.add(swiglu(self.gate_up(x)), h)
 
 
 class Block(nn.Module):
@@ -143,15 +149,12 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, h: Tensor, u: Tensor | None, layer: int, context: Context) -> tuple[Tensor, Tensor]:
-        """h, u: (B, T, d_model), u None before the first block -> the same pair after this block."""
-        if u is None:
-            y = self.attention_norm(h)
-        else:
-            y, h = self.attention_norm.add(u, h)
-        u = self.attention(y, layer, context)
-        y, h = self.feed_forward_norm.add(u, h)
-        return h, self.feed_forward(y)
+    def forward(self, h: Tensor, layer: int, context: Context) -> Tensor:
+        """h: the residual stream (B, T, d_model) -> the stream after this block."""
+        y, h = self.attention_norm.fork(h)
+        h = self.attention(y, h, layer, context)
+        y, h = self.feed_forward_norm.fork(h)
+        return self.feed_forward(y, h)
 
 
 class Transformer(nn.Module):
@@ -235,14 +238,11 @@ class Transformer(nn.Module):
         if self.reads_ids:
             assert self.embedding is not None
             h = self.embedding(x, self.compute_dtype)
-        u = None
         for layer, block in self.layers.items():
-            h, u = block(h, u, int(layer), context)
+            h = block(h, int(layer), context)
         if cache is not None:
             cache.length = end
-        if self.norm is None:
-            return h if u is None else h + u
-        return self.norm(h) if u is None else self.norm.add(u, h)[0]
+        return h if self.norm is None else self.norm(h)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (B, T, d_model) -> (B, T, vocab_size) in the compute dtype. For decoding; training uses `loss`."""
