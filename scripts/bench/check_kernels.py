@@ -254,12 +254,22 @@ def check_rmsnorm(bench: Bench, s: Shape) -> None:
         y, h = rmsnorm.rmsnorm(x, weight, EPS, residual)
         torch.autograd.backward([y, h], [dy, dh])
         bench.report.check(f"rmsnorm {dtype} twice", shape, dw=float(not torch.equal(first, weight.grad)) * 2)
+        stream = h.detach().clone().requires_grad_()
+        weight.grad_stale = True  # type: ignore[attr-defined]
+        with poisoned():
+            y, copy = rmsnorm.rmsnorm_fork(stream, weight, EPS)
+            torch.autograd.backward([y, copy], [dy, dh])
+        assert stream.grad is not None
+        bench.report.check(
+            f"rmsnorm {dtype} fork", shape, copy=float(not torch.equal(copy, stream)) * 2, y=rounding(y, y64),
+            dx=rounding(stream.grad, h64.grad + dh.double()), dw=summing(weight.grad, w64.grad),
+        )  # fmt: skip
         del x, residual, dy, dh, h64, y64
 
-    def forward(with_residual: bool) -> Callable[[], object]:
+    def forward(with_residual: bool, fork: bool = False) -> Callable[[], object]:
         x, weight = bench.randn(n, width), bench.weight(width).detach()
         residual = bench.randn(n, width) if with_residual else None
-        return lambda: rmsnorm._forward(x, residual, weight, EPS)
+        return lambda: rmsnorm._forward(x, residual, weight, EPS, fork)
 
     def backward(with_dh: bool) -> Callable[[], object]:
         dy, h, weight = bench.randn(n, width), bench.randn(n, width), bench.weight(width)
@@ -275,6 +285,7 @@ def check_rmsnorm(bench: Bench, s: Shape) -> None:
         return run
 
     rows = 2 * n * width
+    bench.time("rmsnorm forward, fork", shape, 3 * rows + 4 * n, lambda: forward(False, True), "rmsnorm forward")
     bench.time("rmsnorm forward, residual", shape, 4 * rows + 4 * n, lambda: forward(True), "rmsnorm forward")
     bench.time("rmsnorm forward", shape, 2 * rows + 4 * n, lambda: forward(False), "rmsnorm forward")
     bench.time("rmsnorm backward, residual", shape, 4 * rows + 4 * n, lambda: backward(True), "rmsnorm backward")

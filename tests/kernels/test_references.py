@@ -14,8 +14,8 @@ from llmtrain.kernels import choice
 from llmtrain.kernels.attention import attention
 from llmtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
 from llmtrain.kernels.embedding import embedding
-from llmtrain.kernels.linear import linear
-from llmtrain.kernels.rmsnorm import rmsnorm
+from llmtrain.kernels.linear import linear, linear_add
+from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
 from llmtrain.kernels.rotary import rotary_qkv, rotary_tables
 from llmtrain.kernels.swiglu import swiglu
 
@@ -102,6 +102,44 @@ def test_linear(dtype, delivery):
 
     close(weight_gradient(run, w, delivery), w64.grad, BOUND[dtype])
     close(x.grad, x64.grad, BOUND[dtype])
+
+
+@DTYPES
+@DELIVERIES
+def test_linear_add(dtype, delivery):
+    x, w, dy = randn(3, 5, 16, dtype=dtype), master(24, 16, dtype=dtype), randn(3, 5, 24, dtype=dtype).detach()
+    stream = randn(3, 5, 24, dtype=dtype, scale=4.0)
+    x64, w64, stream64 = wide(x), wide(w), wide(stream)
+    y64 = stream64 + torch.einsum("bti,oi->bto", x64, w64)
+    y64.backward(dy.to(F64))
+
+    def run():
+        x.grad = stream.grad = None
+        into = stream.clone()
+        y = linear_add(x, w, into)
+        assert y.dtype == dtype and y.data_ptr() == into.data_ptr()
+        close(y, y64, BOUND[dtype])
+        y.backward(dy)
+
+    close(weight_gradient(run, w, delivery), w64.grad, BOUND[dtype])
+    close(x.grad, x64.grad, BOUND[dtype])
+    assert torch.equal(stream.grad, dy)
+
+
+def test_what_linear_add_adds_to_is_rounded_once():
+    # 1 + 2^-8 + 2^-8: each addend alone would be lost in bf16's 1.0, both together are not.
+    x, w = torch.full((1, 2), 2.0**-8, dtype=BF16), master(1, 2, dtype=BF16)
+    w.operand_cache.fill_(1.0)
+    y = linear_add(x, w, torch.ones(1, 1, dtype=BF16))
+    assert y.item() == 1 + 2.0**-7
+
+
+def test_what_linear_add_overwrote_cannot_be_differentiated_unnoticed():
+    x, w = randn(4, 3), master(2, 3, dtype=F32)
+    into = randn(4, 2) * 1.0
+    kept = into.square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (linear_add(x, w, into).sum() + kept).backward()
 
 
 def test_linear_takes_the_cached_operand_where_there_is_one():
@@ -192,6 +230,44 @@ def test_rmsnorm_whose_sum_is_not_read_further_takes_its_gradient_from_the_norm_
     rmsnorm(x, w, 1e-5, r)[0].sum().backward()
     close(x.grad, x64.grad, BOUND[F32])
     close(r.grad, r64.grad, BOUND[F32])
+
+
+@DTYPES
+@DELIVERIES
+@pytest.mark.parametrize("read_further", [False, True])
+def test_rmsnorm_fork(dtype, delivery, read_further):
+    eps = 1e-6
+    x, w = randn(2, 7, 32, dtype=dtype), master(32, dtype=dtype)
+    dy, dh = randn(2, 7, 32, dtype=dtype).detach(), randn(2, 7, 32, dtype=dtype).detach()
+    x64, w64 = wide(x), wide(w)
+    y64 = x64 / (x64.square().mean(-1, keepdim=True) + eps).sqrt() * w64
+    ((y64 * dy.to(F64)).sum() + ((x64 * dh.to(F64)).sum() if read_further else 0)).backward()
+
+    def run():
+        x.grad = None
+        y, copy = rmsnorm_fork(x, w, eps)
+        assert y.dtype == copy.dtype == dtype and copy.data_ptr() != x.data_ptr() and torch.equal(copy, x)
+        close(y, y64, BOUND[dtype])
+        torch.autograd.backward([y, copy], [dy, dh]) if read_further else y.backward(dy)
+
+    close(weight_gradient(run, w, delivery), w64.grad, BOUND[dtype])
+    close(x.grad, x64.grad, BOUND[dtype])
+
+
+def test_a_branch_that_adds_into_the_norms_copy_has_the_gradients_of_the_plain_sum():
+    x, g, w = randn(3, 5, 8), master(8, dtype=F32), master(8, 8, dtype=F32)
+    x64, g64, w64 = wide(x), wide(g), wide(w)
+    y64 = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * g64
+    h64 = x64 + y64 @ w64.T
+    (h64**3).sum().backward()
+    before = x.detach().clone()
+    y, h = rmsnorm_fork(x, g, 1e-5)
+    h = linear_add(y, w, h)
+    (h**3).sum().backward()
+    assert torch.equal(x, before)
+    close(h, h64, BOUND[F32])
+    for one, other in ((x, x64), (g, g64), (w, w64)):
+        close(one.grad, other.grad, BOUND[F32])
 
 
 def test_rmsnorm_keeps_its_statistics_in_fp32():

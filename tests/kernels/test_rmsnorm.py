@@ -11,7 +11,7 @@ from torch import Tensor
 import llmtrain.kernels.rmsnorm as module
 from llmtrain.kernels import choice, partials
 from llmtrain.kernels.partials import deliver_partials
-from llmtrain.kernels.rmsnorm import rmsnorm
+from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
 from tests.kernels.exactness import assert_rounded, assert_summed
 
 EPS = 1e-6
@@ -70,6 +70,38 @@ def test_the_norm_and_its_gradients_are_those_of_fp64(implementation, dtype, wit
     assert_rounded(y, exact_y)
     assert_rounded(dx, exact_dx)
     assert_summed(weight.grad, exact_dw)
+
+
+@BOTH
+@DTYPES
+@pytest.mark.parametrize("read_further", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 10, 33), (37, 768), (2, 5000)], ids=str)
+def test_a_fork_hands_on_a_copy_whose_gradient_comes_back_with_the_norms(implementation, dtype, read_further, shape):
+    torch.manual_seed(0)
+    x, dy, dh = (torch.randn(shape).to(dtype) for _ in range(3))
+    x.requires_grad_()
+    weight = weight_of(shape[-1])
+    with choice.forced(implementation):
+        y, copy = rmsnorm_fork(x, weight, EPS)
+        assert torch.equal(copy, x) and copy.is_contiguous()
+        with torch.no_grad():
+            copy.fill_(float("nan"))  # whose copy it is may write it: the backward must not read it
+        torch.autograd.backward([y, copy], [dy, dh]) if read_further else y.backward(dy)
+    assert choice.ran["rmsnorm"] == implementation
+    exact_y, exact_dx, exact_dw = exact(x.detach(), weight, dy, dh if read_further else None)
+    assert_rounded(y.detach(), exact_y)
+    assert_rounded(x.grad, exact_dx)
+    assert_summed(weight.grad, exact_dw)
+
+
+@BOTH
+def test_a_fork_of_rows_that_lie_apart_copies_them_together(implementation):
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 40)[:, 1]
+    with choice.forced(implementation):
+        y, copy = rmsnorm_fork(x, weight_of(40), EPS)
+    assert choice.ran["rmsnorm"] == implementation
+    assert copy.is_contiguous() and torch.equal(copy, x)
 
 
 @BOTH
