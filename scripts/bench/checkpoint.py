@@ -65,6 +65,7 @@ def measure(folder: Path, rounds: int) -> dict:
         buffer.normal_()
     views = [buffer.view(torch.uint8).numpy().data for buffer in buffers]
     plain, run = folder / "plain.bin", folder / "run"
+    saved = checkpoint.folder_of(run, 1)
     seconds: dict[str, list[float]] = {"plain write": [], "save": [], "plain read": [], "load": []}
     for turn in range(rounds + 1):  # the first warms up
         plain.unlink(missing_ok=True)
@@ -73,7 +74,6 @@ def measure(folder: Path, rounds: int) -> dict:
         times = {"plain write": timed(lambda: plain_write(plain, views))}
         os.sync()
         times["save"] = timed(lambda: checkpoint.save(run, 1, flat, optimizer, {}))
-        saved = checkpoint.folder_of(run, 1)
         for path in (plain, *saved.iterdir()):
             drop_cache(path)
         times["plain read"] = timed(lambda: plain_read(plain, views))

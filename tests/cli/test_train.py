@@ -1,0 +1,156 @@
+"""`llmtrain train` as a person meets it: what goes wrong is one line, its exit code, and nothing left behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmtrain.cli.main import run as run_cli
+from llmtrain.storage.lock import RunLock
+from llmtrain.training import checkpoint
+from tests.training.conftest import write_corpus
+
+SMALL = [
+    "--d-model", "32", "--n-layers", "1", "--n-heads", "4", "--n-kv-heads", "2", "--head-dim", "8", "--d-ff", "48",
+    "--seq-len", "16", "--batch-size", "2", "--total-steps", "3", "--device", "cpu",
+]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_corpus(tmp_path / "data/corpus.u16", 600)
+    return tmp_path
+
+
+def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and the error of a command line that must fail with one line."""
+    capfd.readouterr()
+    code = run_cli(["train", *arguments])
+    error = capfd.readouterr().err
+    assert code != 0 and error.startswith("llmtrain: error:") and error.count("\n") == 1, error
+    return code, error
+
+
+
+@pytest.mark.parametrize(
+    ("make", "extra", "code", "says"),
+    [
+        (lambda p: p.write_bytes(b"\1\0\2"), ["--vocab-size", "9"], 65, "odd"),
+        (lambda p: p.write_bytes(b""), ["--vocab-size", "9"], 65, "empty"),
+        (lambda p: p.write_bytes(b"\1\0" * 16), ["--vocab-size", "9"], 65, "16 tokens"),
+        (lambda p: p.write_bytes(b"\1\0" * 90), [], 2, "--vocab-size"),
+        (lambda p: None, [], 66, "no such file"),
+    ],
+    ids=["odd length", "empty", "shorter than a window", "no vocabulary", "missing"],
+)
+def test_a_token_file_that_cannot_be_trained_on(make, extra, code, says, here, capfd):
+    make(here / "bad.u16")
+    got, error = failure(capfd, "--tokens", "bad.u16", "--run-dir", "run", *extra, *SMALL)
+    assert got == code and says in error and "bad.u16" in error
+    assert not (here / "run").exists()
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_place(here, capfd):
+    ids = np.arange(300, dtype=np.uint16) % 40
+    ids[205] = 999
+    ids.tofile(here / "flat.u16")
+    asked = ["--tokens", "flat.u16", "--vocab-size", "40", "--run-dir", "run", *SMALL, "--total-steps", "50"]
+    code, error = failure(capfd, *asked)
+    assert code == 65 and "999" in error and "205" in error
+    assert not checkpoint.list_steps(here / "run")
+
+
+def test_a_manifest_that_asks_for_more_than_the_model_has(here, capfd):
+    code, error = failure(capfd, "--vocab-size", "40", "--run-dir", "run", *SMALL)
+    assert code == 78 and "--vocab-size 96" in error
+    assert not (here / "run").exists()
+
+
+def test_a_vocabulary_beyond_16_bits_is_refused(here, capfd):
+    code, error = failure(capfd, "--vocab-size", "70000", "--run-dir", "run", *SMALL)
+    assert code == 2 and "70000" in error
+    assert not (here / "run").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc, which refuses even root")
+def test_a_folder_that_cannot_be_written(here, capfd):
+    code, error = failure(capfd, "--run-dir", "/proc/nothing/run", *SMALL)
+    assert code == 73 and "/proc/nothing/run" in error
+
+
+def test_a_file_where_the_run_directory_should_be(here, capfd):
+    (here / "taken").write_text("")
+    code, error = failure(capfd, "--run-dir", "taken", *SMALL)
+    assert code == 73 and "taken" in error
+
+
+def test_a_run_directory_in_use_is_refused_with_the_pid_of_its_owner(here, capfd):
+    (here / "run").mkdir()
+    holder = (
+        "import sys, time\nfrom llmtrain.storage.lock import RunLock\n"
+        "with RunLock('run/lock'):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        code, error = failure(capfd, "--run-dir", "run", *SMALL)
+        assert code == 78 and str(process.pid) in error
+    finally:
+        process.kill()
+        process.wait()
+    with RunLock(here / "run/lock"):  # the lock of the dead is no obstacle
+        pass
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_another_width_at_resume_is_refused_by_name_and_the_run_goes_on_without_it(here, capfd):
+    assert run_cli(["train", "--run-dir", "run", *SMALL]) == 0
+    before = {p.name: p.read_bytes() for p in checkpoint.folder_of(here / "run", 3).iterdir()}
+    code, error = failure(capfd, "--run-dir", "run", "--resume", "--d-model", "64")
+    assert code == 78 and "d_model is 32" in error and "64" in error
+    code, error = failure(capfd, "--run-dir", "run", *SMALL)
+    assert code == 78 and "--resume" in error
+    assert {p.name: p.read_bytes() for p in checkpoint.folder_of(here / "run", 3).iterdir()} == before
+    assert run_cli(["train", "--run-dir", "run", "--resume"]) == 0
+
+
+def test_resume_without_a_run_starts_one_with_the_defaults_of_the_command_line(here):
+    assert run_cli(["train", "--run-dir", "run", "--resume", *SMALL]) == 0
+    assert checkpoint.list_steps(here / "run") == [3]
+
+
+def test_a_configuration_file_is_checked_key_by_key(here, capfd):
+    (here / "c.toml").write_text("[model]\nd_modle = 3\n")
+    code, error = failure(capfd, "--config", "c.toml", "--run-dir", "run")
+    assert code == 2 and "d_modle" in error
+    (here / "c.toml").write_text("[modle]\n")
+    assert failure(capfd, "--config", "c.toml")[0] == 2
+    (here / "c.toml").write_text("= 3")
+    assert failure(capfd, "--config", "c.toml")[0] == 65
+    assert failure(capfd, "--config", "none.toml")[0] == 66
+    (here / "c.toml").write_text("[model]\nn_heads = 3\nn_kv_heads = 2\n")
+    code, error = failure(capfd, "--config", "c.toml")
+    assert code == 2 and "n_heads 3" in error
+    assert not (here / "run").exists()
+
+
+def test_the_command_line_goes_before_the_configuration_file(here):
+    (here / "c.toml").write_text("[run]\nrun_dir = 'elsewhere'\nseed = 4\n[schedule]\ntotal_steps = 2\n")
+    assert run_cli(["train", "--config", "c.toml", *SMALL, "--run-dir", "run"]) == 0
+    saved = (here / "run/config.toml").read_text()
+    assert "seed = 4" in saved and "total_steps = 3" in saved and "vocab_size = 96" in saved
+    assert not (here / "elsewhere").exists()
+
+
+def test_cuda_where_there_is_none(here, capfd, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, error = failure(capfd, "--run-dir", "run", *SMALL, "--device", "cuda")
+    assert code == 2 and "cuda" in error
