@@ -28,8 +28,8 @@ def train_rate(args: argparse.Namespace, folder: Path) -> tuple[float, list[dict
     """(median tokens a second, train lines) of a run."""
     run(
         "train", "--config", args.config, "--tokens", args.tokens, "--seq-len", str(args.seq_len),
-        "--batch-size", str(args.batch_size), "--accumulate", "1", "--total-steps", str(args.steps), "--log-every", "20",
-        "--checkpoint-every", "1000000", "--run-dir", str(folder / "run"),
+        "--batch-size", str(args.batch_size), "--accumulate", "1", "--total-steps", str(args.steps),
+        "--log-every", "20", "--checkpoint-every", "1000000", "--run-dir", str(folder / "run"),
     )  # fmt: skip
     lines = [line for line in JsonLines.read(folder / "run/metrics.jsonl") if line["kind"] == "train"][1:]
     return statistics.median(line["tok_per_s"] for line in lines), lines
