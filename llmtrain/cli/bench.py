@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from llmtrain.benchmark.config import Shape, TimingConfig
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.cli.train import read_tables
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
@@ -99,7 +99,7 @@ def show(data: dict[str, Any], markdown: str, output: Path | None) -> None:
         write_table(output, data, markdown)
 
 
-@command.command()
+@command.command(cls=ConfigCommand)
 @step_options
 def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
     """Tokens per second, MFU and peak memory of a training step."""
@@ -112,7 +112,7 @@ def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int |
     show(data, step_markdown(data), output)
 
 
-@command.command()
+@command.command(cls=ConfigCommand)
 @step_options
 def profile(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
     """A training step by kernel, and by part against its floor."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.inference.config import EvaluateConfig, ModelSource
 from llmtrain.storage.errors import UsageError
 
@@ -16,7 +16,7 @@ EPILOG = """Example:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @config_options(ModelSource, EvaluateConfig)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with the names of metrics.jsonl.")
 def command(given: dict[str, Any], as_json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.inference.config import ModelSource, PromptConfig, SamplingConfig
 from llmtrain.storage.errors import BadData, UsageError, read_error
 
@@ -16,7 +16,7 @@ EPILOG = """Example:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @config_options(PromptConfig, SamplingConfig, ModelSource)
 def command(given: dict[str, Any]) -> None:
     """Continue a prompt with a trained model.

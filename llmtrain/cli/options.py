@@ -1,4 +1,4 @@
-"""Click options, TOML keys and docs rows out of one frozen dataclass field: name, type, default, doc line under it.
+"""Click options and TOML keys out of one frozen dataclass field: its name, type, default, and the doc line under it.
 
 A command that is configured by dataclasses reads
 
@@ -10,8 +10,7 @@ A command that is configured by dataclasses reads
 `given` holds only the fields that stand on the command line, so it says by itself what a person asked for; `build` lays
 it over a table of a TOML file, and that over the defaults of the dataclass.
 
-A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`; None for no
-option at all) and `metavar`.
+A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`) and `metavar`.
 """
 
 import ast
@@ -65,11 +64,10 @@ def words(kind: click.ParamType) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What the command line and the docs need to know of one dataclass field."""
+    """What the command line needs to know of one dataclass field."""
 
     field: str
-    option: str | None
-    """`--d-model`; None where the field is a TOML key only."""
+    option: str
     kind: click.ParamType
     annotation: Any
     repeatable: bool
@@ -84,7 +82,7 @@ class Option:
 
     @property
     def declaration(self) -> str:
-        return f"{self.option}/--no-{self.option[2:]}" if self.option and self.is_flag else self.option or ""
+        return f"{self.option}/--no-{self.option[2:]}" if self.is_flag else self.option
 
 
 def options_of(config: Any) -> tuple[Option, ...]:
@@ -154,7 +152,7 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
 
     Two dataclasses of one command share neither a field name nor an option name (assertion).
     """
-    options = [option for config in configs for option in options_of(config) if option.option]
+    options = [option for config in configs for option in options_of(config)]
     for names in ([option.field for option in options], [option.declaration for option in options]):
         twice = {name for name in names if names.count(name) > 1}
         assert not twice, f"in more than one dataclass: {', '.join(sorted(twice))}"
@@ -190,21 +188,26 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
     return decorate
 
 
+def help_sections(command: click.Command, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+    """Heading -> (option, what it says) of each option; a heading for each dataclass, where there are several."""
+    configs = getattr(command.callback, "configs", ())
+    headings = {
+        option.field: config.__name__.removesuffix("Config")
+        for config in (configs if len(configs) > 1 else ())
+        for option in options_of(config)
+    }
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for param in command.get_params(ctx):
+        if record := param.get_help_record(ctx):
+            sections.setdefault(headings.get(param.name or "", "Options"), []).append(record)
+    return sections
+
+
 class ConfigCommand(click.Command):
-    """A command whose help has a heading for each of its dataclasses, where it has more than one."""
+    """A command whose help has a heading for each of its dataclasses."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        configs = getattr(self.callback, "configs", ())
-        headings = {
-            option.field: config.__name__.removesuffix("Config")
-            for config in (configs if len(configs) > 1 else ())
-            for option in options_of(config)
-        }
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if record := param.get_help_record(ctx):
-                sections.setdefault(headings.get(param.name or "", "Options"), []).append(record)
-        for heading, records in sections.items():
+        for heading, records in help_sections(self, ctx).items():
             with formatter.section(heading):
                 formatter.write_dl(records)
 
@@ -225,7 +228,7 @@ def build(config: type[T], given: Mapping[str, Any], table: Mapping[str, Any] | 
     values |= {name: value for name, value in given.items() if name in options}
     for name, option in options.items():
         if name not in values and option.default is dataclasses.MISSING:
-            raise UsageError(f"missing {option.option or name}: {option.help}")
+            raise UsageError(f"missing {option.option}: {option.help}")
     try:
         return config(**values)
     except ValueError as error:
@@ -258,27 +261,3 @@ def fits(annotation: Any, value: Any) -> bool:
         elif isinstance(value, {float: int | float, Path: str | Path}.get(member, member)):
             return True
     return False
-
-
-def docs_table(config: type) -> str:
-    """Markdown: one row for each field, from the same source as the options."""
-    rows = ["| option | TOML key | value | default | meaning |", "|---|---|---|---|---|"]
-    for option in options_of(config):
-        declaration = f"`{option.option}`" if option.option else ""
-        if option.is_flag and option.option:
-            declaration += f", `--no-{option.option[2:]}`"
-        value = words(option.kind).replace("|", " or ") + (", repeatable" if option.repeatable else "")
-        rows.append(f"| {declaration} | `{option.field}` | {value} | {shown_default(option)} | {option.help} |")
-    return "\n".join(rows).replace("|  |", "| |") + "\n"
-
-
-def shown_default(option: Option) -> str:
-    if option.default is dataclasses.MISSING:
-        return "required"
-    if option.default is None or option.default == ():
-        return "-"
-    if isinstance(option.default, bool):
-        return "yes" if option.default else "no"
-    if isinstance(option.default, tuple):
-        return ", ".join(f"`{value}`" for value in option.default)
-    return f"`{option.default}`"

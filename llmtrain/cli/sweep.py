@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import InternalError, UsageError, read_error
 
@@ -48,7 +48,7 @@ def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
     return rows
 
 
-@click.command()
+@click.command(cls=ConfigCommand)
 @click.option(
     "--config", type=click.Path(path_type=Path), default=Path("configs/sweep.toml"), show_default=True,
     help="TOML file with the rows.",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import BadData, UsageError, read_error
 from llmtrain.training.config import SECTIONS, RunConfig, TrainConfig, tables_for_resume
 
@@ -17,7 +17,7 @@ EPILOG = """Example:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of the settings.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint; start where there is none.")
 @config_options(*SECTIONS.values())

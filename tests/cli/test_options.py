@@ -1,5 +1,6 @@
 """Options out of dataclasses: what the command line accepts, what counts as given, what a TOML table may hold."""
 
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from llmtrain.cli.options import ConfigCommand, build, config_options, docs_table
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import UsageError
 
 
@@ -42,8 +43,6 @@ class Data:
     """What to do with a bad file."""
     resume: bool = False
     """Go on."""
-    seen: int = field(default=0, metadata={"option": None})
-    """A key that is no option."""
 
 
 def given_by(args: Sequence[str]) -> dict[str, Any]:
@@ -84,7 +83,6 @@ def test_a_value_of_the_wrong_type_names_its_option():
     assert "--d-model" in refusal(["--d-model", "wide"])
     assert "--batch-size" in refusal(["--batch-size", "huge"]) and "auto|integer" in refusal(["--batch-size", "huge"])
     assert "--on-bad" in refusal(["--on-bad", "ignore"])
-    assert "--seen" in refusal(["--seen", "1"])
 
 
 def test_the_command_line_lies_over_the_table_and_that_over_the_defaults():
@@ -95,8 +93,8 @@ def test_the_command_line_lies_over_the_table_and_that_over_the_defaults():
 
 
 def test_a_table_is_read_as_its_fields_types():
-    data = build(Data, {}, {"tokenizer": "t.json", "inputs": ["a", "b"], "batch_size": "auto", "seen": 3})
-    assert data == Data(Path("t.json"), ("a", "b"), "auto", seen=3)
+    data = build(Data, {}, {"tokenizer": "t.json", "inputs": ["a", "b"], "batch_size": "auto"})
+    assert data == Data(Path("t.json"), ("a", "b"), "auto")
     theta = build(Shape, {}, {"rope_theta": 10000}).rope_theta
     assert (theta, type(theta)) == (10000.0, float)
 
@@ -182,11 +180,6 @@ def test_a_field_without_a_doc_line_is_refused():
         config_options(Bare)
 
 
-def test_the_docs_table_has_a_row_for_each_field():
-    rows = docs_table(Data).splitlines()
-    assert len(rows) == 2 + 6
-    assert rows[2] == "| `--tokenizer` | `tokenizer` | path | required | Tokenizer file. |"
-    assert rows[3] == "| `--input` | `inputs` | text, repeatable | `data/text` | What to read. |"
-    assert rows[4] == "| `--batch-size` | `batch_size` | auto or integer | `8` | Sequences per device batch. |"
-    assert rows[6] == "| `--resume`, `--no-resume` | `resume` | boolean | no | Go on. |"
-    assert rows[7] == "| | `seen` | integer | `0` | A key that is no option. |"
+def test_the_options_page_is_what_the_commands_say():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "docs_options.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run `make docs` and commit docs/options.md"
