@@ -31,7 +31,7 @@ SMALL = ModelConfig(
 MODEL_102M = ModelConfig(
     vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
 )
-OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+OPTIMIZER = OptimizerConfig(learning_rate=4e-4, weight_decay=0.1)
 
 
 def curve(
@@ -43,7 +43,7 @@ def curve(
         model, OPTIMIZER, batch_size=batch, seq_len=order.seq_len, precision=precision, device=device,
         deterministic=deterministic, seed=seed, capture=capture,
     )  # fmt: skip
-    schedule = ScheduleConfig(warmup_steps=steps // 10)
+    schedule = ScheduleConfig(warmup_steps=steps // 4)  # short warmups spike, and spikes scatter
     losses = torch.zeros(steps, dtype=torch.float64, device=device)
     for i in range(steps):
         batches = []
