@@ -6,3 +6,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton looks at it when a kernel is defined, so before any test imports one.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from hypothesis import settings  # noqa: E402
+
+# CI judges the code by the same examples each time; elsewhere each run looks for new ones.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("default", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
