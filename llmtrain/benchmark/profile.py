@@ -20,14 +20,17 @@ PROFILED_STEPS = 3
 
 PARTS = [
     ("copies", r"^memcpy|^memset"),
-    ("attention", r"flash|fmha|sdpa|attention|fprop|bprop"),
+    ("attention", r"flash|fmha|sdpa|attention|fprop|bprop|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
-    ("optimizer", r"adam|multi_tensor"),
-    ("rmsnorm", r"rms_?norm"),
-    ("swiglu", r"swiglu|silu"),
-    ("rotary", r"rotary|rotate"),
+    ("optimizer", r"adam|multi_tensor|normtwoops"),
+    ("rmsnorm backward", r"rms_?norm_(backward|bwd)|partial_sums"),
+    ("rmsnorm forward", r"rms_?norm"),
+    ("swiglu backward", r"(swiglu|silu)_(backward|bwd)"),
+    ("swiglu forward", r"swiglu|silu"),
+    ("rotary backward", r"rotary_(backward|bwd)"),
+    ("rotary forward", r"rotary|rotate"),
     ("head softmax", r"cross_entropy|softmax|nll"),
-    ("embedding", r"embedding|lookup|segments|join_kernel|atomic_kernel"),
+    ("embedding", r"embedding"),
 ]
 """Part of a step -> what the names of its kernels hold; the first that fits."""
 
@@ -62,19 +65,26 @@ def needed(shape: Shape, precision: str) -> dict[str, Needed]:
     neighbours by fusion is not deducted."""
     c, n = shape.model, shape.tokens_per_step
     wide = 2 if precision == "bf16" else 4
-    norms = 2 * c.n_layers + 1
-    heads = c.n_heads + c.n_kv_heads
+    row = c.d_model * n * wide
+    turned = (c.n_heads + c.n_kv_heads) * c.head_dim * n * wide
+    packed = c.qkv_width * n * wide
     sequences = shape.batch_size * shape.accumulate
     parameters = parameter_counts(c)
     return {
         "matmul": Needed(flops=6.0 * parameters.in_matmuls * n),
         "attention": Needed(flops=attention_flops(c, [shape.seq_len] * sequences)),
-        # forward: branch, residual -> y, sum; backward: dy, d_sum, sum -> dx
-        "rmsnorm": Needed(bytes=norms * 8 * c.d_model * n * wide),
-        # forward: gate, up -> y; backward: dy, gate, up -> d_gate, d_up
-        "swiglu": Needed(bytes=c.n_layers * 8 * c.d_ff * n * wide),
-        # forward and backward: queries and keys in and out
-        "rotary": Needed(bytes=c.n_layers * 4 * heads * c.head_dim * n * wide),
+        # x -> y and, but for the last norm, a copy
+        "rmsnorm forward": Needed(bytes=(2 * c.n_layers * 3 + 2) * row),
+        # dy, x and, but for the last norm, the copy's gradient -> dx
+        "rmsnorm backward": Needed(bytes=(2 * c.n_layers * 4 + 3) * row),
+        # gate, up -> y
+        "swiglu forward": Needed(bytes=c.n_layers * 3 * c.d_ff * n * wide),
+        # dy, gate, up -> d_gate, d_up
+        "swiglu backward": Needed(bytes=c.n_layers * 5 * c.d_ff * n * wide),
+        # queries and keys in and out
+        "rotary forward": Needed(bytes=c.n_layers * 2 * turned),
+        # gradients of queries, keys and values in and, packed, out; under a norm queries and keys too
+        "rotary backward": Needed(bytes=c.n_layers * (2 * packed + (turned if c.qk_norm else 0))),
         # logits in, their gradient out
         "head softmax": Needed(bytes=2 * c.vocab_size * n * wide),
         # forward: FP32 rows in, narrow rows out; backward: narrow rows in, FP32 rows in and out

@@ -83,7 +83,7 @@ if triton is not None:
         return accumulator, total, top
 
     @triton.jit
-    def _forward_kernel(
+    def _document_attention_forward_kernel(
         q, k, v, start, out, lse, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, n, scale,
         H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         PRECISION: tl.constexpr,
@@ -144,7 +144,7 @@ if triton is not None:
         return dq
 
     @triton.jit
-    def _dq_kernel(
+    def _document_attention_dq_kernel(
         q, k, v, start, out, lse, dy, delta, dq, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, n, scale,
         H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         PRECISION: tl.constexpr,
@@ -210,7 +210,7 @@ if triton is not None:
         return dk, dv
 
     @triton.jit
-    def _dkv_kernel(
+    def _document_attention_dkv_kernel(
         q, k, v, start, end_of, lse, dy, delta, dk, dv, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, n, scale,
         H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         PRECISION: tl.constexpr,
@@ -280,7 +280,7 @@ class _DocumentAttention(torch.autograd.Function):
         lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
         block_m, block_n, warps, stages = _FORWARD[d]
         ctx.precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        _forward_kernel[(triton.cdiv(t, block_m), b * h)](
+        _document_attention_forward_kernel[(triton.cdiv(t, block_m), b * h)](
             q, k, v, start, out, lse, *_strides(q, k, v), t, LOG2_E / d**0.5,
             H=h, GROUP=h // k.shape[2], D=d, BLOCK_M=block_m, BLOCK_N=block_n, PRECISION=ctx.precision,
             num_warps=warps, num_stages=stages,
@@ -300,12 +300,12 @@ class _DocumentAttention(torch.autograd.Function):
         strides, scale = _strides(q, k, v), LOG2_E / d**0.5
         # dq first: it leaves the sums of dy * out that dk needs.
         block_m, block_n, warps, stages = _DQ[d]
-        _dq_kernel[(triton.cdiv(t, block_m), b * h)](
+        _document_attention_dq_kernel[(triton.cdiv(t, block_m), b * h)](
             q, k, v, start, out, lse, dy, delta, dq, *strides, t, scale,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip
         block_m, block_n, warps, stages = _DKV[d]
-        _dkv_kernel[(triton.cdiv(t, block_n), b * h_kv)](
+        _document_attention_dkv_kernel[(triton.cdiv(t, block_n), b * h_kv)](
             q, k, v, start, end_seen(start), lse, dy, delta, dk, dv, *strides, t, scale,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip

@@ -31,7 +31,7 @@ def embedding_backward_reference(dy: Tensor, ids: Tensor, buffer: Tensor) -> Non
 if triton is not None:
 
     @triton.jit
-    def _lookup_kernel(
+    def _embedding_lookup_kernel(
         ids, weight, y, n, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -42,7 +42,7 @@ if triton is not None:
         tl.store(y + rows.to(tl.int64) * WIDTH + cols, values, mask=mask)
 
     @triton.jit
-    def _atomic_kernel(
+    def _embedding_atomic_kernel(
         dy, ids, out, n, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -57,7 +57,7 @@ if triton is not None:
     # in `opening` where it began earlier, in `closing` where it goes on. The second kernel joins the parts, in order.
 
     @triton.jit
-    def _segments_kernel(
+    def _embedding_segments_kernel(
         dy, order, ids, out, opening, closing, n, WIDTH: tl.constexpr, COLS: tl.constexpr, RUN: tl.constexpr
     ):  # fmt: skip
         run = tl.program_id(0)
@@ -86,7 +86,7 @@ if triton is not None:
                 before = tl.full((), -1, tl.int32)
 
     @triton.jit
-    def _join_kernel(
+    def _embedding_join_kernel(
         ids, out, opening, closing, n, WIDTH: tl.constexpr, COLS: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr
     ):  # fmt: skip
         run = tl.program_id(0)
@@ -122,7 +122,7 @@ def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty((n, width), dtype=weight.dtype, device=weight.device)
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
-    _lookup_kernel[(triton.cdiv(n, rows),)](ids, weight, y, n, width, rows, block, num_warps=WARPS)
+    _embedding_lookup_kernel[(triton.cdiv(n, rows),)](ids, weight, y, n, width, rows, block, num_warps=WARPS)
     return y
 
 
@@ -130,7 +130,7 @@ def _add_atomically(dy: Tensor, ids: Tensor, buffer: Tensor) -> None:
     n, width = dy.shape
     block = triton.next_power_of_2(width)
     rows = max(1, ATOMIC_TILE // block)
-    _atomic_kernel[(triton.cdiv(n, rows),)](dy, ids, buffer, n, width, rows, block, num_warps=WARPS)
+    _embedding_atomic_kernel[(triton.cdiv(n, rows),)](dy, ids, buffer, n, width, rows, block, num_warps=WARPS)
 
 
 def _add_in_order(dy: Tensor, ids: Tensor, buffer: Tensor) -> None:
@@ -141,8 +141,8 @@ def _add_in_order(dy: Tensor, ids: Tensor, buffer: Tensor) -> None:
     opening = torch.empty((runs, width), dtype=torch.float32, device=dy.device)
     closing = torch.empty_like(opening)
     grid = (runs, triton.cdiv(width, COLS))
-    _segments_kernel[grid](dy, order, sorted_ids, buffer, opening, closing, n, width, COLS, RUN, num_warps=1)
-    _join_kernel[grid](sorted_ids, buffer, opening, closing, n, width, COLS, RUN, CHUNK, num_warps=4)
+    _embedding_segments_kernel[grid](dy, order, sorted_ids, buffer, opening, closing, n, width, COLS, RUN, num_warps=1)
+    _embedding_join_kernel[grid](sorted_ids, buffer, opening, closing, n, width, COLS, RUN, CHUNK, num_warps=4)
 
 
 class _Embedding(torch.autograd.Function):

@@ -21,7 +21,7 @@ ROWS, COLS, WARPS = 512, 8, 8
 if triton is not None:
 
     @triton.jit
-    def _sum_kernel(
+    def _partial_sums_kernel(
         partials, out, n, WIDTH: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
     ):  # fmt: skip
         cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -44,7 +44,7 @@ def deliver_partials(weight: Tensor, partials: Tensor) -> Tensor | None:
     buffer, overwrite = gradient_buffer(weight)
     target = torch.empty_like(partials[0]) if buffer is None else buffer
     n, width = partials.shape
-    _sum_kernel[(triton.cdiv(width, COLS),)](
+    _partial_sums_kernel[(triton.cdiv(width, COLS),)](
         partials, target, n, width, buffer is not None and not overwrite, ROWS, COLS, num_warps=WARPS
     )
     return target.to(weight.dtype) if buffer is None else None

@@ -61,7 +61,7 @@ if triton is not None:
             tl.store(to + HALF, (x2 * c + x1 * s).to(dst.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _forward_kernel(
+    def _rotary_forward_kernel(
         qkv, cos, sin, q_weight, k_weight, q, k, rstd, t_len, blocks, table_batch, table_row, eps,
         N_Q: tl.constexpr, N_KV: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
         HEADS: tl.constexpr,
@@ -119,7 +119,7 @@ if triton is not None:
         tl.store(to + HALF, tl.sum(tl.sum(dw2, 0), 0), mask=lane < HALF)
 
     @triton.jit
-    def _backward_kernel(
+    def _rotary_backward_kernel(
         dq, dk, dv, d_qkv, qkv, cos, sin, q_weight, k_weight, rstd, q_partials, k_partials,
         t_len, blocks, table_batch, table_row,
         dq_batch, dq_t, dq_head, dk_batch, dk_t, dk_head, dv_batch, dv_t, dv_head,
@@ -206,7 +206,7 @@ class _RotaryQKV(torch.autograd.Function):
         rstd = torch.empty((b, t, n_heads + n_kv_heads) if normed else (), dtype=torch.float32, device=qkv.device)
         half, lanes, tokens, tile_heads = _tile(n_kv_heads, head_dim)
         blocks = triton.cdiv(t, tokens)
-        _forward_kernel[(b * blocks,)](
+        _rotary_forward_kernel[(b * blocks,)](
             qkv, cos, sin, q_norm, k_norm, q, k, rstd, t, blocks, *_table_strides(cos), eps,
             n_heads, n_kv_heads, half, lanes, tokens, tile_heads, num_warps=WARPS,
         )  # fmt: skip
@@ -234,7 +234,7 @@ class _RotaryQKV(torch.autograd.Function):
             q_partials = torch.empty((b * blocks, head_dim), dtype=torch.float32, device=dq.device)
             k_partials = torch.empty_like(q_partials)
         strides = [d.stride(i) for d in (dq, dk, dv) for i in range(3)]
-        _backward_kernel[(b * blocks,)](
+        _rotary_backward_kernel[(b * blocks,)](
             dq, dk, dv, d_qkv, qkv, cos, sin, q_norm, k_norm, rstd, q_partials, k_partials,
             t, blocks, *_table_strides(cos), *strides,
             n_heads, n_kv_heads, half, lanes, tokens, tile_heads, steps, num_warps=WARPS,

@@ -40,7 +40,7 @@ if triton is not None:
     # stay wide, index arithmetic is done once a run, and no lane idles at a d_ff that is no power of two.
 
     @triton.jit
-    def _forward_kernel(gate_up, y, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr):
+    def _swiglu_forward_kernel(gate_up, y, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr):
         unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
         lane = tl.arange(0, RUN)[None, :]
         mask = unit < n_units
@@ -52,7 +52,9 @@ if triton is not None:
         tl.store(y + unit.to(tl.int64) * RUN + lane, product.to(y.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _backward_kernel(dy, gate_up, d_gate_up, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr):
+    def _swiglu_backward_kernel(
+        dy, gate_up, d_gate_up, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr
+    ):  # fmt: skip
         unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
         lane = tl.arange(0, RUN)[None, :]
         mask = unit < n_units
@@ -79,7 +81,7 @@ def _forward(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
-    _launch(_forward_kernel, y.numel(), width, gate_up, y)
+    _launch(_swiglu_forward_kernel, y.numel(), width, gate_up, y)
     return y
 
 
@@ -87,7 +89,7 @@ def _backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """As `swiglu_backward_reference`."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     d_gate_up = torch.empty_like(gate_up)
-    _launch(_backward_kernel, dy.numel(), dy.shape[-1], dy, gate_up, d_gate_up)
+    _launch(_swiglu_backward_kernel, dy.numel(), dy.shape[-1], dy, gate_up, d_gate_up)
     return d_gate_up
 
 

@@ -1,6 +1,11 @@
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+import llmtrain.kernels as kernels_room
 from llmtrain.benchmark.config import Shape
 from llmtrain.benchmark.profile import by_name, by_part, covered, needed, part_of
 from llmtrain.model.config import ModelConfig
@@ -21,9 +26,10 @@ MODEL = ModelConfig(
         ("void cutlass::fmha_forward", "attention"),
         ("_adamw_kernel", "optimizer"),
         ("_cross_entropy_kernel", "head softmax"),
-        ("_rmsnorm_backward", "rmsnorm"),
-        ("_swiglu_forward", "swiglu"),
-        ("_lookup_kernel", "embedding"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>", "attention"),
+        ("void at::native::reduce_kernel<512, 1, at::native::NormTwoOps<float>>", "optimizer"),
+        ("aten::silu_backward", "swiglu backward"),
+        ("aten::silu", "swiglu forward"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("Memset (Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel", "other"),
@@ -31,6 +37,26 @@ MODEL = ModelConfig(
 )
 def test_a_kernel_belongs_to_the_part_its_name_says(name, part):
     assert part_of(name) == part
+
+
+def test_each_triton_kernel_has_a_name_of_its_own_that_says_its_part():
+    parts = {
+        "adamw": {"optimizer"},
+        "cross_entropy": {"head softmax"},
+        "document_attention": {"attention"},
+        "embedding": {"embedding"},
+        "partials": {"rmsnorm backward"},
+        "rmsnorm": {"rmsnorm forward", "rmsnorm backward"},
+        "rotary": {"rotary forward", "rotary backward"},
+        "swiglu": {"swiglu forward", "swiglu backward"},
+    }
+    seen: list[str] = []
+    for path in sorted(Path(kernels_room.__path__[0]).glob("*.py")):
+        # What a kernel calls is compiled into it; what is launched ends in _kernel.
+        names = re.findall(r"@triton\.jit\s+def (\w+_kernel)\(", path.read_text())
+        assert {part_of(name) for name in names} == parts.pop(path.stem, set())
+        seen += names
+    assert not parts and len(set(seen)) == len(seen) > 10
 
 
 def test_overlapping_kernels_count_their_time_once():
@@ -50,15 +76,20 @@ def test_a_part_is_held_against_the_floor_of_its_work():
     parameters_in_matmuls = 2 * (16 * 32 + 16 * 16 + 3 * 16 * 32) + 100 * 16
     assert work["matmul"].flops == 6 * parameters_in_matmuls * 48
     assert work["attention"].flops == 12 * 2 * 8 * (8 * 9 / 2) * 2 * 6  # pairs of 6 sequences in 2 layers
-    assert work["swiglu"].bytes == 2 * 8 * 32 * 48 * 2
+    assert work["swiglu forward"].bytes + work["swiglu backward"].bytes == 2 * 8 * 32 * 48 * 2
+    assert work["rotary forward"].bytes == 2 * 2 * 3 * 8 * 48 * 2
+    assert work["rotary backward"].bytes == 2 * 2 * 4 * 8 * 48 * 2
     assert work["head softmax"].bytes == 2 * 100 * 48 * 2
-    assert needed(Shape(MODEL, 2, 8), "fp32")["rmsnorm"].bytes == 5 * 8 * 16 * 16 * 4
-    kernels = by_name([("nvjet", 3.0), ("_swiglu_forward", 1.0), ("_swiglu_backward", 1.0), ("x", 5.0)], steps=1)
-    ceilings = {"flops": work["matmul"].flops / 1e-3, "bytes_per_s": work["swiglu"].bytes / 1e-3}
+    assert needed(Shape(MODEL, 2, 8), "fp32")["rmsnorm forward"].bytes == (4 * 3 + 2) * 16 * 16 * 4
+    assert needed(Shape(MODEL, 2, 8), "fp32")["rmsnorm backward"].bytes == (4 * 4 + 3) * 16 * 16 * 4
+    normed = needed(Shape(replace(MODEL, qk_norm=True), 2, 8, 3), "bf16")["rotary backward"].bytes
+    assert normed - work["rotary backward"].bytes == 2 * 3 * 8 * 48 * 2
+    kernels = by_name([("nvjet", 3.0), ("_swiglu_backward", 1.0), ("_swiglu_backward", 1.0), ("x", 5.0)], steps=1)
+    ceilings = {"flops": work["matmul"].flops / 1e-3, "bytes_per_s": work["swiglu backward"].bytes / 1e-3}
     rows = {row["part"]: row for row in by_part(kernels, work, ceilings)}
-    assert list(rows) == ["other", "matmul", "swiglu"]
+    assert list(rows) == ["other", "matmul", "swiglu backward"]
     assert rows["matmul"]["floor_ms"] == pytest.approx(1.0)
-    assert rows["swiglu"]["ms"] == 2.0 and rows["swiglu"]["floor_ms"] == pytest.approx(1.0)
+    assert rows["swiglu backward"]["ms"] == 2.0 and rows["swiglu backward"]["floor_ms"] == pytest.approx(1.0)
     assert rows["other"]["floor_ms"] is None
 
 
