@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llmtrain.model.config import ModelConfig
+from llmtrain.training.config import Attention
 
 
 def require_positive(config: object, *names: str) -> None:
@@ -27,6 +28,8 @@ class TimingConfig:
     """Arithmetic of the matmuls and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto: the card where there is one."""
+    attention: Attention = "auto"
+    """Implementation of attention; auto: as in training."""
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds", "warmup")

@@ -133,7 +133,7 @@ def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     device = pick_device(timing.device)
     on_card = device.type == "cuda"
     ceilings = measure_ceilings(device).as_dict()
-    steps = RandomSteps(shape, precision=timing.precision, device=device)
+    steps = RandomSteps(shape, timing, device)
     count = steps_for(steps, timing.seconds, device, warmup=timing.warmup)
     plain = burst(steps, count, device)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_card else [ProfilerActivity.CPU]

@@ -13,9 +13,10 @@ from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.benchmark.data import random_batches
 from llmtrain.benchmark.statistics import Times
 from llmtrain.benchmark.timing import burst, steps_for
+from llmtrain.kernels import choice
 from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.start import pick_device
+from llmtrain.training.start import pick_attention, pick_device
 from llmtrain.training.step import TrainStep
 
 GIB = 2**30
@@ -27,14 +28,16 @@ LEARNING_RATE = 4e-4
 class RandomSteps:
     """A TrainStep and batches for it; a call is one step, and does not wait for the device."""
 
-    def __init__(self, shape: Shape, *, precision: str, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0) -> None:
         self.shape = shape
+        self.attention = timing.attention
+        pick_attention(timing.attention, timing.precision, shape.model.head_dim, shape.seq_len, device)
         self.step = TrainStep.build(
             shape.model,
             OptimizerConfig(),
             batch_size=shape.batch_size,
             seq_len=shape.seq_len,
-            precision=precision,
+            precision=timing.precision,
             device=device,
             seed=seed,
         )
@@ -43,11 +46,12 @@ class RandomSteps:
         self.taken = 0
 
     def __call__(self) -> None:
-        for i in range(self.shape.accumulate):
-            ids, targets = self.batches[self.taken % len(self.batches)]
-            self.step.micro_step(ids, targets, first=i == 0)
-            self.taken += 1
-        self.step.optimizer_step(LEARNING_RATE)
+        with choice.forced(self.attention, "attention"):
+            for i in range(self.shape.accumulate):
+                ids, targets = self.batches[self.taken % len(self.batches)]
+                self.step.micro_step(ids, targets, first=i == 0)
+                self.taken += 1
+            self.step.optimizer_step(LEARNING_RATE)
 
 
 def model_figures(shape: Shape) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     """Build, warm up and time a training step; raises torch.OutOfMemoryError where it does not fit."""
     device = pick_device(timing.device)
     begin = time.perf_counter()
-    steps = RandomSteps(shape, precision=timing.precision, device=device)
+    steps = RandomSteps(shape, timing, device)
     steps()
     first_loss = steps.step.metrics()["lm_loss"]
     first_step_s = time.perf_counter() - begin
@@ -121,6 +125,7 @@ def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
         "shape": asdict(shape),
         "device": str(device),
         "precision": timing.precision,
+        "attention": choice.ran["attention"],
         "steps": count * timing.bursts,
         "step_ms": wall.pooled * 1e3,
         "burst_step_ms": [m * 1e3 for m in wall.medians],

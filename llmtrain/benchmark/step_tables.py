@@ -40,6 +40,7 @@ def step_markdown(data: dict[str, Any]) -> str:
         ["TFLOP/s", f"{data['tflops']:.4g}"],
         ["MFU", percent(data["mfu"])],
         ["MFU, classic", percent(data["classic_mfu"])],
+        ["attention", data["attention"]],
         ["peak of tensors, GiB", figure(data["allocated_gib"], ".2f")],
         ["peak held by the allocator, GiB", figure(data["reserved_gib"], ".2f")],
         ["used on the card at the end, GiB", figure(data["device_used_gib"], ".2f")],

@@ -60,7 +60,8 @@ def what_to_run(
     model = build(ModelConfig, given, tables["model"], f"{path} [model]")
     data = build(DataConfig, {}, tables["data"], f"{path} [data]")
     run = build(RunConfig, {}, tables["run"], f"{path} [run]")
-    timing = build(TimingConfig, {"precision": run.precision, "device": run.device} | given)
+    shared = {name: getattr(run, name) for name in ("precision", "device", "attention")}
+    timing = build(TimingConfig, shared | given)
     seq_len = seq_len or data.seq_len
     batch_size = batch_size or run.batch_size
     accumulate = accumulate or max(1, run.sequences_per_step // batch_size)

@@ -6,7 +6,9 @@ views: nothing is transposed in memory, gradients come back in that layout, and 
 rows lie further apart.
 """
 
+import os
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.kernels import choice
-from llmtrain.kernels.choice import REFERENCE, TRITON, choose
-from llmtrain.kernels.document_attention import document_attention, first_seen, supports
+from llmtrain.kernels.choice import AUTO, REFERENCE, TRITON, choose
+from llmtrain.kernels.document_attention import document_attention, first_seen, supports, triton
 
 CUDNN = "cudnn"
 FLASH = "flash"
@@ -37,23 +39,90 @@ def attention_mask(t: int, s: int, offset: int, doc_start: Tensor | None, window
     return seen
 
 
+class Backend(NamedTuple):
+    """A choice and its reason."""
+
+    name: str
+    why: str
+
+
+def why_not(
+    backend: str, dtype: torch.dtype, head_dim: int, t: int, s: int, masked: bool,
+    capability: tuple[int, int] | None, deterministic: bool,
+) -> str | None:  # fmt: skip
+    """Why `backend` cannot attend from T queries to S keys, as half a sentence about it; None where it can.
+
+    `masked`: causality alone does not say what is seen. `capability`: the card's, None on a CPU.
+    """
+    if backend == REFERENCE:
+        return None
+    if capability is None and not (backend == TRITON and os.environ.get("TRITON_INTERPRET") == "1"):
+        return "runs on a CUDA card only"
+    if backend == TRITON:
+        if triton is None:
+            return "needs triton, which is not installed"
+        if dtype == torch.float64 or not supports(head_dim):
+            return f"has no kernel for heads of {head_dim} in {_name(dtype)}"
+        return None if t == s else "takes no keys from a cache"
+    if backend == EFFICIENT:
+        if dtype == torch.float64 or head_dim * dtype.itemsize % 16:
+            return f"does not take heads of {head_dim} in {_name(dtype)}"
+        return None
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in 16 bits only, not in {_name(dtype)}"
+    if masked:
+        return "takes no documents and no windows"
+    if capability is not None and capability[0] < 8:
+        return f"needs compute capability 8.0, this card has {capability[0]}.{capability[1]}"
+    if backend == FLASH:
+        return None if head_dim <= 256 else f"takes heads up to 256, not {head_dim}"
+    if head_dim % 8 or head_dim > 128:
+        return f"takes heads of up to 128 in whole eights, not {head_dim}"
+    # Before 9.15 cuDNN was wrong for some T that 128 does not divide. A new T costs it a plan of 50 to 100 ms, which
+    # rules it out for decoding, where S grows token by token.
+    if t != s or t % 128:
+        return f"is right for lengths in whole 128s only, not {t}"
+    return "adds with atomics in its backward, in no fixed order" if deterministic else None
+
+
 def choose_backend(
-    dtype: torch.dtype, head_dim: int, t: int, s: int, masked: bool, capability: tuple[int, int], deterministic: bool
-) -> str:
-    """The backend on CUDA for T queries on S keys; `masked` where causality alone does not say what is seen."""
+    dtype: torch.dtype, head_dim: int, t: int, s: int, masked: bool, capability: tuple[int, int] | None,
+    deterministic: bool,
+) -> Backend:  # fmt: skip
+    """What `auto` is; arguments as in `why_not`."""
+    if capability is None:
+        return Backend(REFERENCE, "the one that runs on a CPU")
     half = dtype in (torch.bfloat16, torch.float16)
     if masked and half and t == s and supports(head_dim):
-        return TRITON  # skips what the mask excludes, and adds in a fixed order
-    if masked or not half or head_dim > 256:
-        return EFFICIENT  # the one of torch's that takes a mask, or FP32
-    # Measured on an H200: 1.4 to 1.7 times as fast as FlashAttention-2, but its backward adds with atomics. Before
-    # 9.15 cuDNN was wrong for some T that 128 does not divide. A new T costs it a plan of 50 to 100 ms, which rules it
-    # out for decoding, where S grows token by token.
-    if capability[0] in (9, 10) and t == s and t % 128 == 0 and head_dim % 8 == 0 and head_dim <= 128:
-        if not deterministic:
-            return CUDNN
+        return Backend(TRITON, "it skips what documents and windows hide")
+    cannot = why_not(FLASH, dtype, head_dim, t, s, masked, capability, deterministic)
+    if cannot:
+        return Backend(EFFICIENT, f"FlashAttention-2 {cannot}")
+    cannot = why_not(CUDNN, dtype, head_dim, t, s, masked, capability, deterministic)
+    if cannot is None and capability[0] in (9, 10):
+        return Backend(CUDNN, "measured on an H200, 1.4 to 1.7 times as fast as FlashAttention-2")
     # FlashAttention-2's backward keeps its order of additions under torch's deterministic algorithms.
-    return FLASH
+    return Backend(FLASH, f"cuDNN {cannot or 'was measured to be faster on compute capability 9 and 10 only'}")
+
+
+def training_backend(asked: str, dtype: torch.dtype, head_dim: int, seq_len: int, device: torch.device) -> Backend:
+    """The backend of training on whole windows: what `asked` names, or what `auto` takes.
+
+    Raises ValueError, half a sentence, where the one named cannot do it.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    case = dtype, head_dim, seq_len, seq_len, False, capability, deterministic
+    if asked == AUTO:
+        return choose_backend(*case)
+    cannot = why_not(asked, *case)
+    if cannot:
+        raise ValueError(cannot)
+    return Backend(asked, "asked for")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def attention(
@@ -69,18 +138,22 @@ def attention(
 
     Query column i stands at offset + i (the keys before it come from a cache) and sees keys from doc_start (B, T)
     up to itself, at most `window` of them. The last dimension must be contiguous. `choice.forced` takes the name of a
-    backend for the op "attention"; one that cannot do what is asked raises RuntimeError.
+    backend for the op "attention"; one that cannot do what is asked raises RuntimeError, with the reason.
     """
     t, s = q.shape[1], k.shape[1]
     assert s == offset + t, (s, offset, t)
     masked = doc_start is not None or window is not None or 0 < offset and t > 1
     backend = choose("attention", q)
-    if backend == TRITON and q.is_cuda:
-        capability = torch.cuda.get_device_capability(q.device)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        backend = choose_backend(q.dtype, q.shape[3], t, s, masked, capability, deterministic)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    case = q.dtype, q.shape[3], t, s, masked, capability, torch.are_deterministic_algorithms_enabled()
+    if choice.named("attention"):
+        cannot = why_not(backend, *case)
+        if cannot:
+            raise RuntimeError(f"attention: {backend} {cannot}")
+    elif backend == TRITON and q.is_cuda:
+        backend = choose_backend(*case).name
     elif backend == TRITON and not (masked and t == s):
-        backend = REFERENCE  # forced on a CPU, where torch's backends do not exist
+        backend = REFERENCE  # all ops are forced to their kernels on a CPU, where torch's backends do not exist
     choice.ran["attention"] = backend
     if backend == TRITON:
         return document_attention(q, k, v, first_seen(t, q.shape[0], doc_start, window, q.device))

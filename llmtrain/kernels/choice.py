@@ -13,6 +13,8 @@ from torch import Tensor
 
 REFERENCE = "reference"
 TRITON = "triton"
+AUTO = "auto"
+"""Forced, it means that nothing is."""
 
 ran: dict[str, str] = {}
 """Op name -> the implementation that its last call used."""
@@ -32,10 +34,15 @@ def forced(implementation: str, *ops: str) -> Iterator[None]:
         _forced.update(before)
 
 
+def named(op: str) -> bool:
+    """Whether an implementation is forced for this very op, rather than for all of them."""
+    return _forced.get(op, AUTO) != AUTO
+
+
 def choose(op: str, x: Tensor) -> str:
     """The implementation that `op` uses for `x`; recorded in `ran`."""
-    chosen = _forced.get(op, _forced.get("*"))
-    if chosen is None:
+    chosen = _forced.get(op, _forced.get("*", AUTO))
+    if chosen == AUTO:
         # Kernels are written for 16 and 32 bit floats; FP64 exists to check them.
         chosen = TRITON if x.is_cuda and x.dtype != torch.float64 else REFERENCE
     ran[op] = chosen

@@ -24,7 +24,8 @@ LOG2_E = 1.4426950408889634
 def first_seen(t: int, batch: int, doc_start: Tensor | None, window: int | None, device: torch.device) -> Tensor:
     """(B, T) int32: the first key that each query sees. Never falls along T, as documents follow one another."""
     if window is None:
-        assert doc_start is not None
+        if doc_start is None:
+            return torch.zeros(batch, t, dtype=torch.int32, device=device)
         return doc_start.to(torch.int32)
     begin = (torch.arange(t, dtype=torch.int32, device=device) - (window - 1)).clamp_min(0)
     if doc_start is None:

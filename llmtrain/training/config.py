@@ -15,6 +15,8 @@ from llmtrain.storage.errors import ConfigMismatch
 
 DEFINES = {"defines_run": True}
 
+Attention = Literal["auto", "cudnn", "flash", "efficient", "triton", "reference"]
+
 
 def _at_least(config: Any, low: float, *names: str) -> None:
     for name in names:
@@ -94,6 +96,8 @@ class RunConfig:
     """Type of activations and matmul operands; weights, gradients and moments are FP32 either way."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA where there is a card."""
+    attention: Attention = "auto"
+    """Implementation of attention; auto: the fastest that was measured for the card and the shape."""
     deterministic: bool = False
     """Bit-equal results from run to run on CUDA too, at some cost in speed."""
     seed: int = field(default=0, metadata=DEFINES)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.corpus.order import SampleOrder
+from llmtrain.kernels.attention import Backend
 from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
 from llmtrain.training.config import TrainConfig
 
@@ -50,7 +51,9 @@ def checkpoint_bytes(config: TrainConfig) -> int:
     return 12 * parameter_counts(config.model).total
 
 
-def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str) -> list[str]:
+def describe(
+    config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str, attention: Backend
+) -> list[str]:
     """The lines printed before step 0."""
     model, run, seq_len = config.model, config.run, config.data.seq_len
     counts = parameter_counts(model)
@@ -67,6 +70,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
         f"{model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size:,}",
         f"device      {device_name}, {run.precision}" + (", deterministic" if run.deterministic else ""),
+        f"attention   {attention.name}: {attention.why}",
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
         f"micro-batch{'es' if micro > 1 else ''} of {run.batch_size}",
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "

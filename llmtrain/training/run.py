@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from llmtrain.corpus.batches import BatchStream
+from llmtrain.kernels import choice
 from llmtrain.storage.errors import Diverged, LlmtrainError, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
@@ -30,9 +31,13 @@ def train(config: TrainConfig, resume: bool) -> None:
         make_deterministic()
     device = start.pick_device(config.run.device)
     config, order, validation = start.open_corpus(config)
+    settings = config.run
+    attention = start.pick_attention(
+        settings.attention, settings.precision, config.model.head_dim, config.data.seq_len, device
+    )
     start.make_folder(run_dir)
-    with RunLock(run_dir / "lock"), StopFlag() as stop:
-        run = start.start(config, order, validation, device, resume)
+    with RunLock(run_dir / "lock"), StopFlag() as stop, choice.forced(settings.attention, "attention"):
+        run = start.start(config, order, validation, device, attention, resume)
         plan = make_plan(config, order, start.device_name(device))
         log = RunLog(run_dir, _attempt(run_dir), plan)
         try:
@@ -60,10 +65,10 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     at, samples = run.at_step, plan.samples(run.at_step)
     notes = start.prepare_run_dir(run.config, run.order) + run.notes
     log.journal.rewrite(lambda line: line.get("kind") == "event" or line.get("step", 0) <= at)
-    for line in describe(run.config, plan, run.order, start.device_name(run.device)):
+    for line in describe(run.config, plan, run.order, start.device_name(run.device), run.attention):
         log.line(line)
     tokens = samples * run.config.data.seq_len
-    environment = start.environment(run.device)
+    environment = start.environment(run.device, run.attention.name)
     log.event(at, tokens, "start", f"starts at step {at} of {plan.total_steps}", environment=environment)
     for note in notes:
         log.event(at, tokens, "note", note)

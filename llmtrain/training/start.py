@@ -13,6 +13,8 @@ import torch
 from llmtrain import __version__
 from llmtrain.corpus.order import SampleOrder, Source, parse_sources
 from llmtrain.corpus.token_file import TokenFile
+from llmtrain.kernels import choice
+from llmtrain.kernels.attention import Backend, training_backend
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, UsageError, write_error
@@ -31,6 +33,14 @@ def pick_device(asked: str) -> torch.device:
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(asked)
+
+
+def pick_attention(asked: str, precision: str, head_dim: int, seq_len: int, device: torch.device) -> Backend:
+    """The backend of --attention. Raises UsageError where the one asked for cannot do the shape on the device."""
+    try:
+        return training_backend(asked, COMPUTE_DTYPES[precision], head_dim, seq_len, device)
+    except ValueError as error:
+        raise UsageError(f"--attention {asked}: it {error}: name another, or leave it at auto") from None
 
 
 def device_name(device: torch.device) -> str:
@@ -82,8 +92,8 @@ def _content_hash(file: TokenFile) -> str:
     return digest.hexdigest()
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What bit-equality rests on beside the configuration."""
+def environment(device: torch.device, attention: str) -> dict[str, Any]:
+    """What bit-equality rests on beside the configuration. attention: the backend."""
     return {
         "llmtrain": __version__,
         "torch": torch.__version__,
@@ -91,6 +101,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "attention": attention,
     }
 
 
@@ -102,6 +113,7 @@ class Started:
     order: SampleOrder
     validation: list[Source]
     device: torch.device
+    attention: Backend
     step: TrainStep
     at_step: int
     """Updates done so far."""
@@ -116,7 +128,7 @@ class Started:
             "tokens": samples * self.config.data.seq_len,
             "config": to_tables(self.config),
             "corpus": self.corpus,
-            "environment": environment(self.device),
+            "environment": environment(self.device, choice.ran.get("attention", self.attention.name)),
         }
 
 
@@ -165,7 +177,12 @@ def make_folder(run_dir: Path) -> None:
 
 
 def start(
-    config: TrainConfig, order: SampleOrder, validation: list[Source], device: torch.device, resume: bool
+    config: TrainConfig,
+    order: SampleOrder,
+    validation: list[Source],
+    device: torch.device,
+    attention: Backend,
+    resume: bool,
 ) -> Started:
     """Builds the step and fills it, from the newest checkpoint that verifies or from the seed."""
     corpus = corpus_identity(list(order.sources))
@@ -186,9 +203,9 @@ def start(
                 f"{', '.join(config.data.tokens)}: is not the corpus that this run was started on: name that one with "
                 "--tokens, or start in another --run-dir"
             )
-        now = environment(device)
+        now = environment(device, attention.name)
         for name, value in state["environment"].items():
             if now.get(name) != value:
                 notes.append(f"{name} is {now.get(name)}, was {value}: losses may differ in their last bits from here")
     train_step = TrainStep(model, flat, optimizer, config.run.batch_size, config.data.seq_len)
-    return Started(config, order, validation, device, train_step, at_step, corpus, notes)
+    return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes)

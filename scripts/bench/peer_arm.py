@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from plain_model import PlainLlama  # noqa: E402
 
-from llmtrain.benchmark.config import Shape, shape_from  # noqa: E402
+from llmtrain.benchmark.config import Shape, TimingConfig, shape_from  # noqa: E402
 from llmtrain.benchmark.data import random_batches  # noqa: E402
 from llmtrain.benchmark.machine import installed  # noqa: E402
 from llmtrain.benchmark.row import out_of_memory  # noqa: E402
@@ -46,7 +46,7 @@ class Ours:
     """This project's step; the copy starts from weights moved within their bf16 rounding."""
 
     def __init__(self, shape: Shape, precision: str, device: torch.device, moved: bool) -> None:
-        self.steps = RandomSteps(shape, precision=precision, device=device, seed=SEED)
+        self.steps = RandomSteps(shape, TimingConfig(precision=precision), device, SEED)
         if moved:
             flat = self.steps.step.flat
             generator = torch.Generator(device).manual_seed(SEED)

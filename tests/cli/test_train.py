@@ -77,6 +77,12 @@ def test_a_vocabulary_beyond_16_bits_is_refused(here, capfd):
     assert not (here / "run").exists()
 
 
+def test_an_attention_that_cannot_run_here_is_refused_with_its_reason(here, capfd):
+    code, error = failure(capfd, "--attention", "flash", "--run-dir", "run", *SMALL)
+    assert code == 2 and "--attention flash" in error and "CUDA" in error
+    assert not (here / "run").exists()
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc, which refuses even root")
 def test_a_folder_that_cannot_be_written(here, capfd):
     code, error = failure(capfd, "--run-dir", "/proc/nothing/run", *SMALL)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmtrain.kernels import choice
-from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, choose_backend
+from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, choose_backend, training_backend, why_not
 
 H200 = (9, 0)
 
@@ -84,24 +84,66 @@ def test_bf16_is_close_to_fp64():
     torch.testing.assert_close(out.double(), by_hand(q, k, v), rtol=2e-2, atol=2e-2)
 
 
+def chosen(*case) -> str:
+    return choose_backend(*case).name
+
+
 def test_training_shapes_take_cudnn_on_hopper():
-    assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, H200, False) == CUDNN
-    assert choose_backend(torch.bfloat16, 128, 4096, 4096, False, H200, False) == CUDNN
+    assert chosen(torch.bfloat16, 64, 1024, 1024, False, H200, False) == CUDNN
+    assert chosen(torch.bfloat16, 128, 4096, 4096, False, H200, False) == CUDNN
 
 
-def test_what_cudnn_cannot_do_well_takes_flash():
-    assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, H200, True) == FLASH, "deterministic"
-    assert choose_backend(torch.bfloat16, 192, 1024, 1024, False, H200, False) == FLASH, "head_dim"
-    assert choose_backend(torch.bfloat16, 64, 1000, 1000, False, H200, False) == FLASH, "T"
-    assert choose_backend(torch.bfloat16, 64, 1, 77, False, H200, False) == FLASH, "decoding"
-    assert choose_backend(torch.bfloat16, 64, 1024, 1024, False, (8, 0), False) == FLASH, "another card"
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ((torch.bfloat16, 64, 1024, 1024, False, H200, True), "atomics"),
+        ((torch.bfloat16, 192, 1024, 1024, False, H200, False), "192"),
+        ((torch.bfloat16, 64, 1000, 1000, False, H200, False), "1000"),
+        ((torch.bfloat16, 64, 1, 77, False, H200, False), "1"),
+        ((torch.bfloat16, 64, 1024, 1024, False, (8, 0), False), "compute capability"),
+    ],
+    ids=["deterministic", "head_dim", "T", "decoding", "another card"],
+)
+def test_what_cudnn_cannot_do_well_takes_flash_and_says_why(case, why):
+    assert chosen(*case) == FLASH
+    assert why in choose_backend(*case).why
 
 
 def test_documents_and_windows_take_our_kernel_where_it_has_their_shape():
-    assert choose_backend(torch.bfloat16, 64, 1000, 1000, True, H200, True) == choice.TRITON
-    assert choose_backend(torch.bfloat16, 96, 1024, 1024, True, H200, False) == EFFICIENT, "head_dim"
-    assert choose_backend(torch.bfloat16, 64, 4, 100, True, H200, False) == EFFICIENT, "keys from a cache"
-    assert choose_backend(torch.float32, 64, 1024, 1024, False, H200, False) == EFFICIENT
+    assert chosen(torch.bfloat16, 64, 1000, 1000, True, H200, True) == choice.TRITON
+    assert chosen(torch.bfloat16, 96, 1024, 1024, True, H200, False) == EFFICIENT, "head_dim"
+    assert chosen(torch.bfloat16, 64, 4, 100, True, H200, False) == EFFICIENT, "keys from a cache"
+    assert chosen(torch.float32, 64, 1024, 1024, False, H200, False) == EFFICIENT
+    assert chosen(torch.bfloat16, 64, 1024, 1024, False, (7, 5), False) == EFFICIENT, "an old card"
+
+
+@pytest.mark.parametrize("backend", [CUDNN, FLASH, EFFICIENT, choice.TRITON, choice.REFERENCE])
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 192, 264])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_auto_takes_can_do_it_and_a_refusal_names_its_reason(backend, head_dim, dtype):
+    case = dtype, head_dim, 1000, 1000, False, H200, True
+    reason = why_not(backend, *case)
+    if chosen(*case) == backend:
+        assert reason is None
+    elif backend == CUDNN:
+        assert reason is not None and ("1000" in reason or str(head_dim) in reason or "float32" in reason)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "why"),
+    [
+        (CUDNN, (torch.bfloat16, 64, 1024, 1024, True, H200, False), "documents"),
+        (CUDNN, (torch.bfloat16, 64, 1024, 1024, False, H200, True), "atomics"),
+        (FLASH, (torch.float32, 64, 1024, 1024, False, H200, False), "float32"),
+        (FLASH, (torch.bfloat16, 64, 1024, 1024, False, (7, 5), False), "7.5"),
+        (FLASH, (torch.bfloat16, 64, 1024, 1024, False, None, False), "CUDA"),
+        (EFFICIENT, (torch.bfloat16, 36, 1024, 1024, False, H200, False), "36"),
+        (choice.TRITON, (torch.bfloat16, 96, 1024, 1024, False, H200, False), "96"),
+        (choice.TRITON, (torch.bfloat16, 64, 4, 100, False, H200, False), "cache"),
+    ],
+)
+def test_a_backend_that_cannot_says_why(backend, case, why):
+    assert why in why_not(backend, *case)
 
 
 @pytest.mark.parametrize(("doc_start", "window"), [(DOCUMENTS, None), (None, 3), (DOCUMENTS, 2)])
@@ -119,3 +161,24 @@ def test_a_forced_backend_is_the_one_that_runs():
     with choice.forced(choice.REFERENCE, "attention"):
         attention(q, k, v)
     assert choice.ran["attention"] == choice.REFERENCE
+
+
+def test_a_backend_forced_by_name_takes_what_auto_would_not_and_refuses_what_it_cannot():
+    q, k, v = (x.float() for x in heads(2, 9, 9, 4, 2, 16))
+    with choice.forced(choice.TRITON, "attention", "document_attention"):
+        out = attention(q, k, v)  # plain causal, which auto leaves to torch
+    assert choice.ran["attention"] == choice.TRITON
+    torch.testing.assert_close(out.double(), by_hand(q, k, v), rtol=1e-5, atol=1e-5)
+    with choice.forced(CUDNN, "attention"), pytest.raises(RuntimeError, match="cudnn runs on a CUDA card only"):
+        attention(q, k, v)
+    with choice.forced(CUDNN, "attention"), choice.forced(choice.AUTO, "attention"):
+        attention(q, k, v)
+    assert choice.ran["attention"] == choice.REFERENCE
+
+
+def test_training_on_a_cpu_takes_the_reference_and_refuses_the_rest():
+    cpu = torch.device("cpu")
+    assert training_backend("auto", torch.bfloat16, 64, 1024, cpu).name == choice.REFERENCE
+    assert training_backend("reference", torch.bfloat16, 64, 1024, cpu).name == choice.REFERENCE
+    with pytest.raises(ValueError, match="CUDA"):
+        training_backend("flash", torch.bfloat16, 64, 1024, cpu)

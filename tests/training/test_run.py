@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.kernels import choice
 from llmtrain.storage.errors import ConfigMismatch, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run
@@ -28,6 +29,10 @@ def figures(run_dir: Path) -> list[tuple]:
 def tensors_of(run_dir: Path, step: int) -> dict[str, bytes]:
     folder = checkpoint.folder_of(run_dir, step)
     return {name: (folder / name).read_bytes() for name in (checkpoint.MODEL, checkpoint.OPTIMIZER)}
+
+
+def state(run_dir: Path, step: int) -> dict:
+    return json.loads((checkpoint.folder_of(run_dir, step) / checkpoint.STATE).read_text())
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -166,6 +171,25 @@ def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus, undisturbed, tmp_p
     for suffix in ("", ".json", ".docs"):
         (tmp_path / f"moved.u16{suffix}").write_bytes(Path(f"{corpus}{suffix}").read_bytes())
     run.train(config(tmp_path / "moved.u16", undisturbed), resume=True)
+
+
+def test_another_attention_goes_on_with_the_run_and_says_so(corpus, tmp_path, monkeypatch):
+    def asked(attention: str):
+        settings = config(corpus, tmp_path / "run", run={"attention": attention})
+        return replace(settings, model=replace(settings.model, head_dim=16))  # one our kernel has
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 2)
+        run.train(asked("auto"), resume=False)
+    assert state(tmp_path / "run", 2)["environment"]["attention"] == "reference"
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 1)
+        with choice.forced(choice.TRITON, "document_attention"):
+            run.train(asked("triton"), resume=True)
+    assert state(tmp_path / "run", 3)["environment"]["attention"] == "triton"
+    notes = [line["text"] for line in lines(tmp_path / "run", "event") if line["event"] == "note"]
+    assert any("attention is triton, was reference" in note for note in notes)
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(corpus, undisturbed, tmp_path):
