@@ -1,8 +1,9 @@
 """Checks of the training step on a card: against the CPU, captured against uncaptured, without a sync, and bit-equal.
 
-    python scripts/bench/check_step.py --tokens data/corpus.u16 --out docs/data/check_step.json
+    python scripts/bench/check_step.py --tokens data/corpus.u16 --output docs/step-checks.md
 
-Exits 1 where a bound does not hold. `--smoke` runs the same checks on a small model, on the CPU too.
+The curves come out of docs/data/step-checks.json by scripts/bench/plot_curves.py. Exits 1 where a bound does not hold.
+`--smoke` runs the same checks on a small model, on the CPU too.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmtrain.benchmark.machine import describe
+from llmtrain.benchmark.machine import describe, headline
+from llmtrain.benchmark.tables import data_path, table, write_table
 from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
@@ -89,10 +91,28 @@ def deterministic_child(order: SampleOrder, model: ModelConfig, device: str, ste
     print(json.dumps({"bits": bits(step), "loss": losses[-1], "captured": bool(step.graphs)}))
 
 
+def markdown(result: dict, source: str) -> str:
+    """docs/step-checks.md."""
+    rows = [
+        [name, f"{check['value']:.3g}", f"{check['bound']:.3g}", "yes" if check["holds"] else "**no**"]
+        for name, check in result["checks"].items()
+    ]
+    ends = ", ".join(f"{name} {tail(losses):.4f}" for name, losses in result["curves"].items())
+    lines = [
+        "# The training step, checked", "", f"Model: {result['model']}. {headline(result['machine'])}", "",
+        "Scatter is the larger of what a replicate (atomics add in another order) and another seed differ by, over the "
+        "mean loss of the last tenth of the steps.", "",
+        *table(["check", "value", "at most", "holds"], rows), "",
+        f"Mean losses of the last tenth: {ends}.", "", "![loss curves](bf16-against-fp32.png)", "",
+        f"Made by `scripts/bench/check_step.py` from [{source}]({source}).", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", required=True)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path, help="Markdown; its JSON goes to data/ beside it")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--deterministic-child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -151,11 +171,10 @@ def main() -> None:
     check("two deterministic processes differ", float(not same), 0.0, **children[0])
 
     print(f"{time.time() - began:.0f} s")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.output:
         machine = describe(device == "cuda")
         artifact = {"machine": machine, "model": "102M, 16 x 1024", "checks": results, "curves": runs}
-        args.out.write_text(json.dumps(artifact, indent=1) + "\n")
+        write_table(args.output, artifact, markdown(artifact, f"data/{data_path(args.output).name}"))
     sys.exit(1 if failed else 0)
 
 

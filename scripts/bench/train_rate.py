@@ -1,7 +1,7 @@
 """`llmtrain train` on a real corpus against `llmtrain bench step` on the same shape: does a run reach that rate?
 
     python scripts/bench/train_rate.py --config configs/102m.toml --batch-size 64 --tokens data/corpus.u16 \\
-        --output docs/data/train_rate.json
+        --output docs/train-rate.md
 
 Each takes turns in a process of its own, twice; the training figure is the median of a run's log lines, its first left
 out. The corpus may have been tokenized with any vocabulary that the model's covers.
@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmtrain.benchmark.machine import describe
-from llmtrain.storage import atomic
+from llmtrain.benchmark.machine import describe, headline
+from llmtrain.benchmark.tables import data_path, table, write_table
 from llmtrain.storage.journal import JsonLines
 
 
@@ -44,6 +44,25 @@ def step_rate(args: argparse.Namespace, folder: Path) -> float:
     return json.loads((folder / "data/step.json").read_text())["tok_per_s"]
 
 
+def markdown(result: dict, source: str) -> str:
+    """docs/train-rate.md."""
+    rows = [
+        [name, *(f"{rate:,.0f}" for rate in rates), f"{statistics.median(rates):,.0f}"]
+        for name, rates in result["tok_per_s"].items()
+    ]
+    turns = [f"turn {i + 1}" for i in range(len(rows[0]) - 2)]
+    lines = [
+        "# A run against its step", "",
+        f"`{result['config']}` at {result['batch_size']} x {result['seq_len']}, tokens a second. `train` reads a real "
+        f"corpus for {result['steps']} steps; its figure is the median of its log lines. {headline(result['machine'])}",
+        "", *table(["", *turns, "median"], rows), "",
+        f"`train` reaches {result['ratio']:.1%} of `bench step`; it waited {result['median_data_ms_a_line']:.2f} ms "
+        "for data between two log lines, 20 steps.", "",
+        f"Made by `scripts/bench/train_rate.py` from [{source}]({source}).", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/102m.toml")
@@ -66,7 +85,8 @@ def main() -> None:
         shape = {"config": args.config, "batch_size": args.batch_size, "seq_len": args.seq_len, "steps": args.steps}
         waits = statistics.median(line["data_ms"] for line in lines)
         result = {**shape, "tok_per_s": rates, "ratio": ratio, "median_data_ms_a_line": waits}
-        atomic.write_json(args.output, {**result, "machine": describe(True)})
+        result = {**result, "machine": describe(True)}
+        write_table(args.output, result, markdown(result, f"data/{data_path(args.output).name}"))
 
 
 if __name__ == "__main__":
