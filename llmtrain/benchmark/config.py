@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.training.config import Attention
 
 
@@ -30,6 +30,8 @@ class TimingConfig:
     """Where to run; auto: the card where there is one."""
     attention: Attention = "auto"
     """Implementation of attention; auto: as in training."""
+    checkpoint_activations: CheckpointActivations = "none"
+    """What the backward runs again to save memory: nothing, what is cheap for its bytes, or whole blocks."""
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds", "warmup")

@@ -152,7 +152,7 @@ def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
         calls = [(e.name, e.self_cpu_time_total / 1e3) for e in events]
         busy = sum(ms for _, ms in calls) / PROFILED_STEPS
     kernels = by_name(calls, PROFILED_STEPS)
-    figures = model_figures(shape)
+    figures = model_figures(shape, timing.checkpoint_activations)
     wall_ms = plain.wall_s / plain.steps * 1e3
     tok_per_s = shape.tokens_per_step / wall_ms * 1e3
     return {

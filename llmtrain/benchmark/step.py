@@ -14,7 +14,14 @@ from llmtrain.benchmark.data import random_batches
 from llmtrain.benchmark.statistics import Times
 from llmtrain.benchmark.timing import burst, steps_for
 from llmtrain.kernels import choice
-from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
+from llmtrain.model.config import CheckpointActivations
+from llmtrain.model.flops import (
+    classic_flops_per_token,
+    flops_per_token,
+    parameter_counts,
+    peak_flops,
+    rerun_flops_per_token,
+)
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.start import pick_attention, pick_device
 from llmtrain.training.step import TrainStep
@@ -40,6 +47,7 @@ class RandomSteps:
             precision=timing.precision,
             device=device,
             seed=seed,
+            checkpoint_activations=timing.checkpoint_activations,
         )
         count = DISTINCT_STEPS * shape.accumulate
         self.batches = random_batches(shape.model.vocab_size, count, shape.batch_size, shape.seq_len, device, seed)
@@ -54,13 +62,14 @@ class RandomSteps:
             self.step.optimizer_step(LEARNING_RATE)
 
 
-def model_figures(shape: Shape) -> dict[str, Any]:
+def model_figures(shape: Shape, checkpoint_activations: CheckpointActivations = "none") -> dict[str, Any]:
     """What a shape costs by arithmetic alone."""
     counts = parameter_counts(shape.model)
     return {
         "parameters": counts.total,
         "active_parameters": counts.active,
         "flops_per_token": flops_per_token(shape.model, shape.seq_len),
+        "rerun_flops_per_token": rerun_flops_per_token(shape.model, shape.seq_len, checkpoint_activations),
         "classic_flops_per_token": classic_flops_per_token(shape.model, shape.seq_len),
         "tokens_per_step": shape.tokens_per_step,
     }
@@ -71,7 +80,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def throughput(tok_per_s: float, figures: dict[str, Any], device: torch.device) -> dict[str, float | None]:
-    """Achieved TFLOP/s and MFU by both counts; MFU is None on a device whose peak is not known."""
+    """Achieved TFLOP/s and MFU by both counts, and HFU; shares are None on a device whose peak is not known."""
     name = device_name(device)
     peak = peak_flops(name) if name else None
     rates = {
@@ -79,7 +88,9 @@ def throughput(tok_per_s: float, figures: dict[str, Any], device: torch.device) 
         "classic_": tok_per_s * figures["classic_flops_per_token"],
     }
     tflops: dict[str, float | None] = {f"{kind}tflops": rate / 1e12 for kind, rate in rates.items()}
-    return tflops | {f"{kind}mfu": rate / peak if peak else None for kind, rate in rates.items()}
+    shares = {f"{kind}mfu": rate / peak if peak else None for kind, rate in rates.items()}
+    executed = tok_per_s * (figures["flops_per_token"] + figures["rerun_flops_per_token"])
+    return tflops | shares | {"hfu": executed / peak if peak else None}
 
 
 def peak_memory(device: torch.device) -> dict[str, float | None]:
@@ -119,13 +130,14 @@ def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     bursts = [burst(steps, count, device) for _ in range(timing.bursts)]
     wall = Times(tuple((b.wall_s / b.steps,) for b in bursts))
     on_device = [b.device_s / b.steps for b in bursts if b.device_s is not None]
-    figures = model_figures(shape)
+    figures = model_figures(shape, timing.checkpoint_activations)
     tok_per_s = shape.tokens_per_step / wall.pooled
     return {
         "shape": asdict(shape),
         "device": str(device),
         "precision": timing.precision,
         "attention": choice.ran["attention"],
+        "checkpoint_activations": timing.checkpoint_activations,
         "steps": count * timing.bursts,
         "step_ms": wall.pooled * 1e3,
         "burst_step_ms": [m * 1e3 for m in wall.medians],

@@ -1,6 +1,10 @@
 """The shape of a model. Imports no torch: the command line reads it."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+CheckpointActivations = Literal["none", "selective", "full"]
+"""What the backward runs again instead of keeping it."""
 
 
 @dataclass(frozen=True)

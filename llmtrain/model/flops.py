@@ -8,7 +8,7 @@ forward once and backward twice). Classic: 6 * active + 12 * n_layers * seq_len 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "RTX 3060": 25e12}
 """Dense bf16 FLOP/s with FP32 accumulation, by a part of the device's name (vendors' datasheets)."""
@@ -56,6 +56,18 @@ def attention_flops(config: ModelConfig, lengths: Iterable[int], windows: Iterab
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Exact FLOPs a token of one training step on full windows of seq_len tokens, forward and backward."""
     return 6 * parameter_counts(config).in_matmuls + attention_flops(config, [seq_len]) / seq_len
+
+
+def rerun_flops_per_token(config: ModelConfig, seq_len: int, checkpoint_activations: CheckpointActivations) -> float:
+    """FLOPs a token that the backward runs again, which HFU counts and MFU does not.
+
+    "full": each block's forward but for its last matmul, down. "selective" runs no matmul again.
+    """
+    if checkpoint_activations != "full":
+        return 0.0
+    c = config
+    block = c.d_model * (c.qkv_width + c.n_heads * c.head_dim + 2 * c.d_ff)
+    return 2 * c.n_layers * block + attention_flops(c, [seq_len]) / 3 / seq_len
 
 
 def classic_flops_per_token(config: ModelConfig, seq_len: int) -> float:

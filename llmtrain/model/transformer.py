@@ -2,6 +2,9 @@
 
 Weights are FP32 masters; activations run in `compute_dtype`. The last matmul of each branch adds into the residual
 stream, of which the norm in front of the branch hands on a copy.
+
+What the backward needs is kept, or made again in it, as `checkpoint_activations` says: "none" keeps all, "selective"
+all but what is cheap for its bytes, "full" only each block's input: the block runs again, all but its last matmul.
 """
 
 import hashlib
@@ -13,11 +16,12 @@ from torch import Tensor, nn
 from llmtrain.kernels.attention import attention
 from llmtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
 from llmtrain.kernels.embedding import embedding
-from llmtrain.kernels.linear import linear, linear_add
+from llmtrain.kernels.linear import Remake, linear, linear_add
+from llmtrain.kernels.rerun import rerun
 from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
 from llmtrain.kernels.rotary import rotary_qkv, rotary_tables
 from llmtrain.kernels.swiglu import swiglu
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 
 
 @dataclass
@@ -56,12 +60,12 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    def forward(self, x: Tensor, remake: Remake | None = None) -> Tensor:
+        return linear(x, self.weight, remake)
 
-    def add(self, x: Tensor, into: Tensor) -> Tensor:
+    def add(self, x: Tensor, into: Tensor, remake: Remake | None = None, result: bool = True) -> Tensor:
         """into + the product, in the memory of `into`."""
-        return linear_add(x, self.weight, into)
+        return linear_add(x, self.weight, into, remake, result)
 
 
 class RMSNorm(nn.Module):
@@ -91,6 +95,16 @@ class Embedding(nn.Module):
         return embedding(ids, self.weight, dtype)
 
 
+# What "selective" does not keep. With q, kv, d and f the widths of queries, keys, stream and feed-forward, a token has
+# in each layer, in numbers of 2 bytes: 4 d of stream and normed rows, q + 2 kv of qkv and q + kv rotated, q of
+# attention's result, 2 f of gate and up and f of their product. Of that a millisecond frees, at 4.3 TB/s and q = 3 kv,
+#   8.6 GB by copying v (2 kv moved), the view that holds on to the q + kv which the rotation has used up;
+#   2.2 GB by making the normed rows again (4 d moved for 2 d);
+#   1.4 GB by making SwiGLU's product again (3 f moved for f);
+#   0.8 GB at d = 768, 0.3 GB at d = 2048, by making gate and up again (a matmul at 640 TFLOP/s for 2 f).
+# The last buys no more than running the whole block again does, 0.9 and 0.4 GB: selective ends before it.
+
+
 @dataclass
 class Context:
     """What every block of one forward pass shares."""
@@ -99,6 +113,11 @@ class Context:
     sin: Tensor
     doc_start: Tensor | None
     cache: KVCache | None
+    checkpoint_activations: CheckpointActivations
+
+    def remade(self, remake: Remake) -> Remake | None:
+        """`remake`, where such rows are not kept."""
+        return remake if self.checkpoint_activations == "selective" else None
 
 
 class Attention(nn.Module):
@@ -112,14 +131,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, h: Tensor, layer: int, context: Context) -> Tensor:
+    def forward(self, x: Tensor, h: Tensor, layer: int, context: Context, remake: Remake | None) -> Tensor:
         """x: the normed stream (B, T, d_model), h: the stream, overwritten with what is returned: h + attention(x)."""
         c = self.config
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         q, k, v = rotary_qkv(
-            self.qkv(x), context.cos, context.sin, c.n_heads, c.n_kv_heads, q_norm, k_norm, c.norm_eps
+            self.qkv(x, remake), context.cos, context.sin, c.n_heads, c.n_kv_heads, q_norm, k_norm, c.norm_eps
         )
+        if context.checkpoint_activations == "selective" and q_norm is None:
+            v = v.contiguous()  # and with that lets go of qkv, which QK-norm's backward needs
         offset = 0
         if context.cache is not None:
             offset = context.cache.length
@@ -136,9 +157,10 @@ class FeedForward(nn.Module):
         self.gate_up = Linear(config.d_model, 2 * config.d_ff)
         self.down = Linear(config.d_ff, config.d_model)
 
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+    def forward(self, x: Tensor, h: Tensor, context: Context, remake: Remake | None, result: bool) -> Tensor:
         """x: the normed stream (B, T, d_model), h: the stream, overwritten with what is returned: h + SwiGLU(x)."""
-        return self.down.add(swiglu(self.gate_up(x)), h)
+        gate_up = self.gate_up(x, remake)  # (B, T, 2 d_ff)
+        return self.down.add(swiglu(gate_up), h, context.remade(lambda: swiglu(gate_up)), result)
 
 
 class Block(nn.Module):
@@ -151,10 +173,16 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, layer: int, context: Context) -> Tensor:
         """h: the residual stream (B, T, d_model) -> the stream after this block."""
-        y, h = self.attention_norm.fork(h)
-        h = self.attention(y, h, layer, context)
+        if context.checkpoint_activations == "full" and h.requires_grad:
+            return rerun(lambda x, again: self.run(x, layer, context, result=not again), h)
+        return self.run(h, layer, context)
+
+    def run(self, x: Tensor, layer: int, context: Context, result: bool = True) -> Tensor:
+        """As forward; without `result` only its gradient is right."""
+        y, h = self.attention_norm.fork(x)
+        h = mid = self.attention(y, h, layer, context, context.remade(lambda: self.attention_norm(x)))
         y, h = self.feed_forward_norm.fork(h)
-        return self.feed_forward(y, h)
+        return self.feed_forward(y, h, context, context.remade(lambda: self.feed_forward_norm(mid)), result)
 
 
 class Transformer(nn.Module):
@@ -178,6 +206,7 @@ class Transformer(nn.Module):
         assert config.vocab_size > 0 and config.max_seq_len > 0, "vocab_size and max_seq_len must be resolved"
         self.config = config
         self.compute_dtype = torch.float32
+        self.checkpoint_activations: CheckpointActivations = "none"
         with torch.device(device):
             tied_head = head and config.tie_embeddings
             self.embedding = Embedding(config.vocab_size, config.d_model) if embedding or tied_head else None
@@ -232,7 +261,7 @@ class Transformer(nn.Module):
             cos, sin = self.cos[offset:end], self.sin[offset:end]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
-        context = Context(cos, sin, doc_start, cache)
+        context = Context(cos, sin, doc_start, cache, self.checkpoint_activations)
 
         h = x
         if self.reads_ids:

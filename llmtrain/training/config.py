@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.storage.errors import ConfigMismatch
 
 DEFINES = {"defines_run": True}
@@ -98,6 +98,8 @@ class RunConfig:
     """Where to train; auto: CUDA where there is a card."""
     attention: Attention = "auto"
     """Implementation of attention; auto: the fastest that was measured for the card and the shape."""
+    checkpoint_activations: CheckpointActivations = "none"
+    """What the backward runs again to save memory: nothing, what is cheap for its bytes, or whole blocks."""
     deterministic: bool = False
     """Bit-equal results from run to run on CUDA too, at some cost in speed."""
     seed: int = field(default=0, metadata=DEFINES)

@@ -89,8 +89,9 @@ class RunLog:
         peak = self.plan.peak_flops
         achieved = rate * self.plan.flops_per_token
         mfu = achieved / peak if peak else None
+        hfu = rate * (self.plan.flops_per_token + self.plan.rerun_flops_per_token) / peak if peak else None
         ppl = math.exp(min(figures["lm_loss"], 700.0))
-        fields = {**figures, "ppl": ppl, "lr": lr, "epoch": epoch, "tok_per_s": rate, "mfu": mfu, "hfu": mfu}
+        fields = {**figures, "ppl": ppl, "lr": lr, "epoch": epoch, "tok_per_s": rate, "mfu": mfu, "hfu": hfu}
         self.write("train", step, tokens, **fields, tflops=achieved / 1e12, **memory())
         left = (self.plan.total_samples - self.plan.samples(step)) * (tokens / max(1, self.plan.samples(step)))
         share = f"mfu {mfu:.1%}" if mfu is not None else f"{achieved / 1e12:.3g} TFLOP/s"

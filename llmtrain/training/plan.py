@@ -7,7 +7,13 @@ from pathlib import Path
 
 from llmtrain.corpus.order import SampleOrder
 from llmtrain.kernels.attention import Backend
-from llmtrain.model.flops import classic_flops_per_token, flops_per_token, parameter_counts, peak_flops
+from llmtrain.model.flops import (
+    classic_flops_per_token,
+    flops_per_token,
+    parameter_counts,
+    peak_flops,
+    rerun_flops_per_token,
+)
 from llmtrain.training.config import TrainConfig
 
 MFU_GUESS = 0.4
@@ -22,6 +28,8 @@ class Plan:
     total_steps: int
     sequences_per_step: int
     flops_per_token: float
+    rerun_flops_per_token: float
+    """What activation checkpointing runs again, beyond that."""
     peak_flops: float | None
     """FLOP/s of the device; None where its name is not in the table."""
 
@@ -42,6 +50,9 @@ def make_plan(config: TrainConfig, order: SampleOrder, device_name: str) -> Plan
         total_steps=math.ceil(total_samples / per_step),
         sequences_per_step=per_step,
         flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        rerun_flops_per_token=rerun_flops_per_token(
+            config.model, config.data.seq_len, config.run.checkpoint_activations
+        ),
         peak_flops=peak_flops(device_name),
     )
 

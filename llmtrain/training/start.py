@@ -187,6 +187,7 @@ def start(
     """Builds the step and fills it, from the newest checkpoint that verifies or from the seed."""
     corpus = corpus_identity(list(order.sources))
     model = Transformer(config.model, device="meta")
+    model.checkpoint_activations = config.run.checkpoint_activations
     flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
     optimizer = AdamW(flat, config.optimizer)
     state, notes = checkpoint.restore_newest(config.run.run_dir, flat, optimizer) if resume else (None, [])

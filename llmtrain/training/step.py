@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters
@@ -66,6 +66,7 @@ class TrainStep:
         deterministic: bool = False,
         seed: int = 0,
         capture: bool | None = None,
+        checkpoint_activations: CheckpointActivations = "none",
     ) -> "TrainStep":
         """A step on freshly initialised weights. precision: "bf16", "fp32" or (to check the others) "fp64".
 
@@ -75,6 +76,7 @@ class TrainStep:
             make_deterministic()
         dtype = COMPUTE_DTYPES[precision]
         model = Transformer(model_config, device="meta")
+        model.checkpoint_activations = checkpoint_activations
         master = torch.float64 if precision == "fp64" else torch.float32
         flat = FlatParameters(model, device, dtype, master_dtype=master)
         model.init_weights(seed)

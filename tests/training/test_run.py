@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.kernels import choice
+from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
 from llmtrain.storage.errors import ConfigMismatch, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run
@@ -171,6 +172,17 @@ def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus, undisturbed, tmp_p
     for suffix in ("", ".json", ".docs"):
         (tmp_path / f"moved.u16{suffix}").write_bytes(Path(f"{corpus}{suffix}").read_bytes())
     run.train(config(tmp_path / "moved.u16", undisturbed), resume=True)
+
+
+def test_blocks_that_run_again_change_no_bit_and_raise_hfu_alone(corpus, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.start, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
+    settings = config(corpus, tmp_path / "run", run={"checkpoint_activations": "full"})
+    run.train(settings, resume=False)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    model = replace(settings.model, vocab_size=96)
+    ratio = 1 + rerun_flops_per_token(model, 16, "full") / flops_per_token(model, 16)
+    assert all(x["hfu"] == pytest.approx(x["mfu"] * ratio) for x in lines(tmp_path / "run", "train"))
 
 
 def test_another_attention_goes_on_with_the_run_and_says_so(corpus, tmp_path, monkeypatch):
