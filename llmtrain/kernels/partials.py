@@ -14,8 +14,9 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
-ROWS, COLS, WARPS = 512, 8, 8
-"""Tile of the second stage: 32 bytes (one sector) of each of many rows, so that narrow sums still fill the card."""
+ROWS, COLS, WARPS = 1024, 8, 16
+"""Tile of the second stage, at most: 32 bytes (one sector) of each of many rows, so that narrow sums still fill the
+card, and that one tile is mostly enough."""
 
 
 if triton is not None:
@@ -44,7 +45,8 @@ def deliver_partials(weight: Tensor, partials: Tensor) -> Tensor | None:
     buffer, overwrite = gradient_buffer(weight)
     target = torch.empty_like(partials[0]) if buffer is None else buffer
     n, width = partials.shape
+    rows = min(ROWS, max(128, triton.next_power_of_2(n)))
     _partial_sums_kernel[(triton.cdiv(width, COLS),)](
-        partials, target, n, width, buffer is not None and not overwrite, ROWS, COLS, num_warps=WARPS
+        partials, target, n, width, buffer is not None and not overwrite, rows, COLS, num_warps=WARPS
     )
     return target.to(weight.dtype) if buffer is None else None

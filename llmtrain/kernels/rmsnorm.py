@@ -7,6 +7,7 @@ The copy leaves from registers, and the matmul reads it hidden under its arithme
 norm that adds.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ try:
     import triton.language as tl
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
+
+
+PROCESSORS = 132
+"""Of an H200. Not asked of the card: how a sum is shared out, and so rounded, is the same on every card."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -81,33 +86,62 @@ if triton is not None:
         tl.store(rstd + rows, scale, mask=rows < n_rows)
         tl.store(y + flat, (wide * scale[:, None] * w).to(narrow.dtype), mask=mask)
 
+    # A tile of the backward is ROWS rows in CHUNKS parts of SPAN columns. Where SPAN is 256 or less, whole rows lie in
+    # one warp: their sums are shuffles without a barrier, and at 768 no lane idles. Each program walks over the rows
+    # with a stride of all programs, and the pipeline copies the next rows to shared memory meanwhile: loads into
+    # registers would be put off by the assembler, for the sake of registers, until half the row is computed.
+
     @triton.jit
     def _rmsnorm_backward_kernel(
         dy, dh, h, weight, rstd, dx, partials, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
-        H: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        H: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
         STAGES: tl.constexpr,
     ):  # fmt: skip
-        cols = tl.arange(0, BLOCK)[None, :]
-        w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
-        dw = tl.zeros((ROWS, BLOCK), tl.float32)
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            rows = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-            mask = (rows < n_rows)[:, None] & (cols < H)
+        lane = tl.arange(0, SPAN)[None, :]
+        w = ()
+        dw = ()
+        for i in tl.static_range(CHUNKS):
+            # Read once a row of the tile: so it is laid out as the rows are, and not shuffled into that layout.
+            every = tl.broadcast_to(i * SPAN + lane, (ROWS, SPAN))
+            w += (tl.load(weight + every, mask=every < H, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+            dw += (tl.zeros((ROWS, SPAN), tl.float32),)  # type: ignore[assignment]
+        for first in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+            rows = first + tl.arange(0, ROWS)
+            known = (rows < n_rows)[:, None]
             group = (rows // GROUP).to(tl.int64)[:, None]
             row = (rows % GROUP)[:, None]
-            narrow = tl.load(h + group * h_group + row * h_row + cols, mask=mask, other=0.0)
-            g = tl.load(dy + group * dy_group + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
             scale = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
-            normed = narrow.to(tl.float32) * scale
-            product = g * normed
-            dw += product
-            mean = tl.sum(product * w, 1)[:, None] / H
-            result = scale * (g * w - normed * mean)
-            if dh is not None:
-                past = tl.load(dh + group * dh_group + row * dh_row + cols, mask=mask, other=0.0)
-                result += past.to(tl.float32)
-            tl.store(dx + rows.to(tl.int64)[:, None] * H + cols, result.to(narrow.dtype), mask=mask)
-        tl.store(partials + tl.program_id(0) * H + cols, tl.sum(dw, 0)[None, :], mask=cols < H)
+            x = ()
+            g = ()
+            past = ()
+            for i in tl.static_range(CHUNKS):
+                cols = i * SPAN + lane
+                mask = known & (cols < H)
+                at = h + group * h_group + row * h_row + cols
+                x += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                at = dy + group * dy_group + row * dy_row + cols
+                g += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                if dh is not None:
+                    at = dh + group * dh_group + row * dh_row + cols
+                    past += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+            sums = ()
+            mean = tl.zeros((ROWS, SPAN), tl.float32)
+            for i in tl.static_range(CHUNKS):
+                product = g[i].to(tl.float32) * (x[i].to(tl.float32) * scale)
+                sums += (dw[i] + product,)  # type: ignore[assignment]
+                mean += product * w[i]
+            dw = sums
+            mean = tl.sum(mean, 1)[:, None] / H
+            for i in tl.static_range(CHUNKS):
+                cols = i * SPAN + lane
+                result = scale * (g[i].to(tl.float32) * w[i] - x[i].to(tl.float32) * scale * mean)
+                if dh is not None:
+                    result += past[i].to(tl.float32)
+                to = dx + rows.to(tl.int64)[:, None] * H + cols
+                tl.store(to, result.to(dx.dtype.element_ty), mask=known & (cols < H))
+        for i in tl.static_range(CHUNKS):
+            cols = i * SPAN + lane
+            tl.store(partials + tl.program_id(0) * H + cols, tl.sum(dw[i], 0)[None, :], mask=cols < H)
 
 
 def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], list[int]]:
@@ -163,32 +197,43 @@ def _forward(
     return y, h, rstd
 
 
-def _backward_tile(n_rows: int, width: int) -> tuple[int, int, int, int]:
-    """(rows a tile, tiles a program, warps, pipeline stages): by the shape alone, because the tiling decides how dw is
-    rounded. A program adds at most 64 rows into one partial sum, fewer where programs would be few."""
+@dataclass(frozen=True)
+class BackwardTile:
+    """How the backward is shared out: by the shape alone, because this decides how dw is rounded."""
+
+    span: int
+    """Columns of one part of a row, a power of 2."""
+    rows: int
+    """Rows at a time."""
+    warps: int
+    programs: int
+    stages: int
+    """Of the pipeline: rows in flight, and one in work."""
+
+
+def _backward_tile(n_rows: int, width: int) -> BackwardTile:
     block = triton.next_power_of_2(width)
-    warps = max(4, block // 512)
-    steps = triton.next_power_of_2(max(1, n_rows * width >> 20))
-    if steps > 16:
-        # One H200, times what the bytes need: 4 rows a tile take 1.20 (65536 x 768) where 2 take 1.40; 2048 wide, one
-        # row and three stages take 1.08 where two stages take 1.11.
-        rows, stages = (4096 // block, 1) if block <= 1024 else (max(1, 2048 // block), 3)
-        return rows, max(1, 64 // rows), warps, stages
-    rows = max(1, 2048 // block)
-    return rows, max(1, steps // rows), warps, 2
+    span = min(block, 256) if width <= 1024 else max(1024, block // 4)
+    warps = min(32, max(4, span // 256))
+    rows = max(1, warps * 256 // span)
+    # As many programs as an H200 holds at once: a lane takes about 4 registers for each of its elements and 32 more.
+    # But at most 64 rows in one running sum.
+    elements = 8 * triton.cdiv(width, span)
+    programs = PROCESSORS * max(1, 65536 // (32 * warps * 4 * (elements + 8)))
+    programs = max(programs, triton.cdiv(n_rows, 64 * rows))
+    return BackwardTile(span, rows, warps, min(programs, triton.cdiv(n_rows, rows)), 3)
 
 
 def _backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """As `rmsnorm_backward_reference`, but dw is left in partial sums, (P, H) FP32."""
     n_rows, width = rstd.numel(), h.shape[-1]
     group, (dy_rows, dh_rows, h_rows), strides = _as_rows([dy, dh, h])
-    rows, steps, warps, stages = _backward_tile(n_rows, width)
-    programs = triton.cdiv(n_rows, rows * steps)
+    tile = _backward_tile(n_rows, width)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    partials = torch.empty((programs, width), dtype=torch.float32, device=h.device)
-    _rmsnorm_backward_kernel[(programs,)](
+    partials = torch.empty((tile.programs, width), dtype=torch.float32, device=h.device)
+    _rmsnorm_backward_kernel[(tile.programs,)](
         dy_rows, dh_rows, h_rows, weight, rstd, dx, partials, n_rows, *strides,
-        width, group, steps, rows, triton.next_power_of_2(width), stages, num_warps=warps,
+        width, group, triton.cdiv(width, tile.span), tile.rows, tile.span, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return dx, partials
 

@@ -68,15 +68,11 @@ TINY = (Shape(2, 9, 48, 40, 4, 2, 16, 50), Shape(1, 5, 33, 96, 3, 1, 32, 20))
 
 # Other tiles, as what to patch in a module for a while.
 TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
-    "rmsnorm forward": [
-        (rmsnorm, {"_forward_tile": lambda width, e=e, w=w: (max(1, e // triton_block(width)), w)})
-        for e, w in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (2048, 2), (8192, 4))
-    ],
     "rmsnorm backward": [
-        (rmsnorm, {"_backward_tile": lambda n, width, e=e, w=w, r=r, s=s: backward_tile(width, e, w, r, s)})
-        for e, w, r, s in (
-            (2048, 4, 64, 1), (2048, 4, 32, 1), (2048, 4, 32, 2), (2048, 4, 64, 3), (4096, 4, 64, 1), (4096, 8, 64, 1),
-            (4096, 8, 32, 2), (2048, 8, 32, 1), (2048, 4, 16, 1), (4096, 4, 32, 2), (4096, 16, 32, 1),
+        (rmsnorm, {"_backward_tile": lambda n, width, t=t: backward_tile(n, width, *t)})
+        for t in (
+            (256, 4, 4, 3), (256, 8, 2, 3), (256, 4, 3, 3), (256, 4, 4, 4), (256, 4, 4, 1), (256, 4, 2, 3),
+            (256, 4, 8, 3), (512, 4, 5, 3), (512, 8, 2, 3), (1024, 4, 8, 3), (1024, 4, 4, 3), (1024, 8, 2, 3),
         )
     ],
     "swiglu": [
@@ -98,13 +94,12 @@ TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
 }  # fmt: skip
 
 
-def triton_block(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
-def backward_tile(width: int, elements: int, warps: int, rows_a_program: int, stages: int) -> tuple[int, int, int, int]:
-    rows = max(1, elements // triton_block(width))
-    return rows, max(1, rows_a_program // rows), warps, stages
+def backward_tile(n: int, width: int, span: int, warps: int, programs: int, stages: int) -> rmsnorm.BackwardTile:
+    """`programs`: for each processor."""
+    span = max(span, (1 << (width - 1).bit_length()) // 4)  # a lane holds 32 elements of a row at most
+    warps = max(warps, span // 256)
+    rows = max(1, warps * 256 // span)
+    return rmsnorm.BackwardTile(span, rows, warps, min(programs * rmsnorm.PROCESSORS, -(-n // rows)), stages)
 
 
 class Report:
@@ -191,13 +186,13 @@ class Bench:
     def __init__(self, report: Report, device: torch.device, tune: bool) -> None:
         self.report, self.device, self.tune = report, device, tune
 
-    def time(self, op: str, shape: str, nbytes: int, build: Callable[[], Callable[[], object]], tiles: str) -> None:
+    def time(self, op: str, shape: str, nbytes: int, build: Callable[[], Callable], tiles: str = "") -> None:
         """`build` makes a call with fresh random inputs; `nbytes` is what one call must read and write."""
         n_sets = max(2, -(-COLD_BYTES // nbytes))
         sets = [build() for _ in range(n_sets if self.device.type == "cuda" else 1)]
         floor = nbytes / COPY_BYTES_PER_S
         arms: list[tuple[str, object, dict[str, object]]] = [("committed", None, {})]
-        if self.tune:
+        if self.tune and tiles:
             arms += [(f"tile {i}", module, patch) for i, (module, patch) in enumerate(TILES[tiles])]
         taken = {}
         for name, module, patch in arms:
@@ -285,11 +280,11 @@ def check_rmsnorm(bench: Bench, s: Shape) -> None:
         return run
 
     rows = 2 * n * width
-    bench.time("rmsnorm forward, fork", shape, 3 * rows + 4 * n, lambda: forward(False, True), "rmsnorm forward")
-    bench.time("rmsnorm forward, residual", shape, 4 * rows + 4 * n, lambda: forward(True), "rmsnorm forward")
-    bench.time("rmsnorm forward", shape, 2 * rows + 4 * n, lambda: forward(False), "rmsnorm forward")
+    bench.time("rmsnorm forward, fork", shape, 3 * rows + 4 * n, lambda: forward(False, True))
+    bench.time("rmsnorm forward, residual", shape, 4 * rows + 4 * n, lambda: forward(True))
+    bench.time("rmsnorm forward", shape, 2 * rows + 4 * n, lambda: forward(False))
     bench.time("rmsnorm backward, residual", shape, 4 * rows + 4 * n, lambda: backward(True), "rmsnorm backward")
-    bench.time("rmsnorm backward", shape, 3 * rows + 4 * n, lambda: backward(False), "rmsnorm backward")
+    bench.time("rmsnorm backward", shape, 3 * rows + 4 * n, lambda: backward(False))
 
 
 def check_swiglu(bench: Bench, s: Shape) -> None:

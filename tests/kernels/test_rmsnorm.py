@@ -11,7 +11,7 @@ from torch import Tensor
 import llmtrain.kernels.rmsnorm as module
 from llmtrain.kernels import choice, partials
 from llmtrain.kernels.partials import deliver_partials
-from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
+from llmtrain.kernels.rmsnorm import BackwardTile, rmsnorm, rmsnorm_fork
 from tests.kernels.exactness import assert_rounded, assert_summed
 
 EPS = 1e-6
@@ -154,10 +154,10 @@ def test_a_stale_buffer_is_overwritten_once_and_then_added_to(implementation):
         assert_summed(buffer, times * dw)
 
 
-@pytest.mark.parametrize("tile", [(2, 4, 4, 1), (1, 64, 4, 2), (16, 1, 4, 1)])
-def test_dw_is_right_however_rows_are_shared_out(monkeypatch, tile):
+@pytest.mark.parametrize(("span", "rows", "programs"), [(32, 2, 3), (8, 1, 75), (4, 16, 1), (16, 4, 100)])
+def test_dw_is_right_however_rows_are_shared_out(monkeypatch, span, rows, programs):
     torch.manual_seed(0)
-    monkeypatch.setattr(module, "_backward_tile", lambda n_rows, width: tile)
+    monkeypatch.setattr(module, "_backward_tile", lambda n_rows, width: BackwardTile(span, rows, 4, programs, 3))
     x, dy = torch.randn(75, 20), torch.randn(75, 20)
     weight = weight_of(20)
     _, _, dx = run("triton", x, weight, None, dy, None)
@@ -173,10 +173,11 @@ def test_many_partial_sums_are_added_without_loss():
     assert torch.equal(deliver_partials(weight, sums), sums.double().sum(0).float())
 
 
-@pytest.mark.parametrize("width", [64, 768, 960, 2048, 8192])
+@pytest.mark.parametrize("width", [1, 64, 257, 768, 960, 1025, 2048, 8192, 20000])
 @pytest.mark.parametrize("n_rows", [1, 4096, 65536, 1 << 20])
-def test_a_partial_sum_is_short_and_partial_sums_are_few(n_rows, width):
-    rows, steps, _, _ = module._backward_tile(n_rows, width)
-    assert rows * steps <= max(64, rows)
-    partials = -(-n_rows // (rows * steps))
-    assert partials * width * 4 <= max(n_rows * width * 8 / 16, 8 << 20)
+def test_a_running_sum_is_short_and_partial_sums_are_few(n_rows, width):
+    tile = module._backward_tile(n_rows, width)
+    assert -(-n_rows // (tile.rows * tile.programs)) <= 64
+    assert tile.span & (tile.span - 1) == 0 and -(-width // tile.span) <= 4
+    assert tile.programs <= max(n_rows // 64, 8 * module.PROCESSORS)
+    assert tile.programs * tile.rows < n_rows + tile.rows, "a program without rows"
