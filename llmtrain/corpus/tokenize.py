@@ -25,6 +25,9 @@ from llmtrain.storage.errors import BadData, StopRequested, write_error
 # Text that a worker gets at once: half a second's work, so the hand-over does not count, and little memory.
 BLOCK_BYTES = 1 << 20
 
+# A terminal's worth: the counts of more files would push everything else out of sight, and the manifest has them.
+MOST_PRINTED = 100
+
 
 def held_out_path(output: Path) -> Path:
     """Where the held-out documents of the token file `output` go: X.u16 -> X.val.u16."""
@@ -207,7 +210,8 @@ class _Counts:
             self._first.setdefault((file, reason), place)
 
     def report(self, end: int, parts: list[_Part]) -> None:
-        """Prints the counts of the files before number `end` that were not printed yet."""
+        """Prints the counts of the files before number `end` that were not printed yet; of very many, only those of
+        files with a damaged document."""
         lines = []
         for file in range(self._reported, end):
             tokens = sum(int(part.file_tokens[file]) for part in parts)
@@ -215,7 +219,8 @@ class _Counts:
             line = f"{shown(self.files[file])}: {tokens:,} tokens, {plural(documents, 'document')}"
             for reason, count in sorted(self.left_out[file].items()):
                 line += f", {count:,} {reason} left out (the first at byte {self._first[file, reason]})"
-            lines.append(line)
+            if len(self.files) <= MOST_PRINTED or set(self.left_out[file]) - {"empty"}:
+                lines.append(line)
         if lines:
             tqdm.write("\n".join(lines))
         self._reported = max(self._reported, end)
@@ -258,6 +263,8 @@ def _summary(parts: list[_Part], counts: _Counts, seconds: float) -> None:
     line = f"in all: {plural(len(counts.files), 'file')}, {mb:,.1f} MB, {nbytes / tokens:.2f} bytes a token, "
     line += f"{seconds:,.1f} s, {mb / seconds:,.1f} MB/s"
     print(line + "".join(f", {count:,} {reason} left out" for reason, count in sorted(left_out.items())))
+    if len(counts.files) > MOST_PRINTED:
+        print(f"the count of each file is in {shown(manifest_path(parts[0].path))}")
 
 
 @contextmanager

@@ -89,6 +89,16 @@ def test_files_come_back_as_documents_in_order(here: Path, capsys: pytest.Captur
     assert manifest["engine"]["name"] == "tokenizers" and manifest["vocab_size"] == 500
 
 
+def test_of_very_many_files_only_the_damaged_ones_are_printed(here: Path, capsys: pytest.CaptureFixture[str]):
+    put(["a b c"] * 7 + [""] + [b"\xff"] + ["a b c"] * 100)
+    tokenize(replace(CONFIG, on_bad="skip"))
+    damaged, output, in_all, hint = capsys.readouterr().out.splitlines()
+    assert damaged.startswith("text/008.txt: 0 tokens") and "invalid_utf8 left out" in damaged
+    assert output.startswith("corpus.u16: ") and in_all.startswith("in all: 109 files, ")
+    assert hint == "the count of each file is in corpus.u16.json"
+    assert len(json.loads(Path("corpus.u16.json").read_text())["inputs"]) == 109
+
+
 ODD = st.sampled_from([EOS, "x" * 300, "\ufeff", "a b\n" * 50])
 DOCUMENTS = st.lists(st.one_of(st.text(max_size=40), ODD), max_size=12)
 
