@@ -10,7 +10,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip' || \
 		{ echo 'Python comes without venv here: install it (Debian: apt-get install python3-venv)' >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,peers]'
+	.venv/bin/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,peers]'
 	touch $@
 
 check: $(INSTALLED)  ## linter, types, and the arrows between the rooms
