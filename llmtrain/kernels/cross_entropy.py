@@ -58,67 +58,60 @@ if triton is not None:
 
     @triton.jit
     def _cross_entropy_kernel(
-        logits, targets, losses, zs, stride, n_columns, z_loss,
-        WITH_GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LOG2_E: tl.constexpr, RESIDENT: tl.constexpr,
+        logits, targets, losses, zs, stride, n_columns, n_padded, z_loss,
+        WITH_GRADIENT: tl.constexpr, IGNORED: tl.constexpr, LOG2_E: tl.constexpr, PADDED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
+        columns = tl.arange(0, BLOCK)
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
         counted = target != IGNORED
-        target_column = target.to(tl.int32)
         x_row = logits + row * stride
+        x_target = x_row + tl.where(counted, target, 0)
         # Read before the first store into this row: the reductions below are barriers in between.
-        at_target = tl.load(x_row + tl.where(counted, target, 0)).to(tl.float32)
-        columns = tl.arange(0, BLOCK)
-        if RESIDENT:
-            x = tl.load(x_row + columns, columns < n_columns, float("-inf")).to(tl.float32)
-            top = tl.max(x, 0)
-            e = tl.exp(x - top)
-            total = tl.sum(e, 0)
-        else:
-            # A maximum and a sum for every 8 columns of a block, which lie in one thread: no barrier before the end.
-            tops = tl.full((BLOCK // 8,), -1e38, tl.float32)
-            totals = tl.zeros((BLOCK // 8,), tl.float32)
-            ahead = tl.load(x_row + columns, columns < n_columns, float("-inf"), eviction_policy="evict_last")
-            for begin in range(0, n_columns, BLOCK):
-                x = tl.reshape(ahead.to(tl.float32), (BLOCK // 8, 8)) * LOG2_E
-                after = begin + BLOCK + columns
-                ahead = tl.load(x_row + after, after < n_columns, float("-inf"), eviction_policy="evict_last")
-                higher = tl.maximum(tops, tl.max(x, 1))
-                totals = totals * tl.exp2(tops - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
-                tops = higher
-            top = tl.max(tops, 0)
-            total = tl.sum(totals * tl.exp2(tops - top), 0)
-            top /= LOG2_E
-        lse = top + tl.log(total)
+        at_target = tl.load(x_target).to(tl.float32)
+        # A maximum and a sum for every 8 columns of a block, which lie in one thread: no barrier before the end.
+        tops = tl.full((BLOCK // 8,), -1e38, tl.float32)
+        totals = tl.zeros((BLOCK // 8,), tl.float32)
+        n_read = tl.where(counted, n_padded, 0)  # an ignored row is not read
+        ahead = tl.load(x_row + columns, columns < n_read, float("-inf"), eviction_policy="evict_last")
+        for begin in range(0, n_columns, BLOCK):
+            x = ahead.to(tl.float32)
+            after = begin + BLOCK + columns
+            ahead = tl.load(x_row + after, after < n_read, float("-inf"), eviction_policy="evict_last")
+            if PADDED:
+                x = tl.where(begin + columns < n_columns, x, float("-inf"))
+            x = tl.reshape(x, (BLOCK // 8, 8))
+            higher = tl.maximum(tops, tl.max(x, 1))
+            scaled = higher * LOG2_E
+            totals = totals * tl.exp2(tops * LOG2_E - scaled) + tl.sum(tl.exp2(x * LOG2_E - scaled[:, None]), 1)
+            tops = higher
+        top = tl.max(tops, 0)
+        total = tl.sum(totals * tl.exp2((tops - top) * LOG2_E), 0)
+        lse = tl.where(counted, top + tl.log(tl.where(counted, total, 1.0)), 0.0)
         tl.store(losses + row, tl.where(counted, lse - at_target, 0.0))
-        tl.store(zs + row, tl.where(counted, z_loss * lse * lse, 0.0))
+        tl.store(zs + row, z_loss * lse * lse)
         if WITH_GRADIENT:
-            factor = 1 + 2 * z_loss * lse
-            if RESIDENT:
-                g = e * (factor / total) - tl.where(columns == target_column, 1.0, 0.0)
-                g = tl.where(counted, g, 0.0)
-                tl.store(x_row + columns, g.to(logits.dtype.element_ty), columns < n_columns)
-            else:
-                for begin in range(0, n_columns, BLOCK):
-                    inside = begin + columns < n_columns
-                    x = tl.load(x_row + begin + columns, inside, float("-inf"), eviction_policy="evict_first")
-                    x = x.to(tl.float32)
-                    g = tl.exp2(x * LOG2_E - lse * LOG2_E) * factor
-                    g -= tl.where(begin + columns == target_column, 1.0, 0.0)
-                    g = tl.where(counted, g, 0.0)
-                    tl.store(x_row + begin + columns, g.to(logits.dtype.element_ty), inside)
+            # The row is read a second time, from L2. Nothing but the exponential is done a column: the one at the
+            # target is put right by itself, and an ignored row is exp2(-inf) * 0.
+            shift = lse * LOG2_E
+            factor = tl.where(counted, 1 + 2 * z_loss * lse, 0.0)
+            for begin in range(0, n_columns, BLOCK):
+                at = begin + columns
+                x = tl.load(x_row + at, at < n_read, float("-inf"), eviction_policy="evict_first")
+                g = tl.exp2(x.to(tl.float32) * LOG2_E - shift) * factor
+                tl.store(x_row + at, g.to(logits.dtype.element_ty), at < n_padded, eviction_policy="evict_first")
+            g = tl.where(counted, tl.exp2(at_target * LOG2_E - shift) * factor - 1.0, 0.0)
+            tl.debug_barrier()  # another thread stored the same column
+            tl.store(x_target, g.to(logits.dtype.element_ty))
 
 
-def configuration(n_columns: int) -> tuple[bool, int, int]:
-    """(whether a row stays in registers between its two uses, block, warps) for rows of `n_columns` logits.
-
-    Rows that do not stay are read a second time, from L2.
-    """
-    if n_columns <= 8192:
-        return True, max(256, triton.next_power_of_2(n_columns)), 16 if n_columns > 4096 else 4
-    # One H200, 16384 rows, ms: 16384 wide 0.304 (0.358 with 16 warps), 32000 0.645 (0.684), 49152 1.12 (1.03).
-    return (False, 8192, 8) if n_columns <= 40960 else (False, 16384, 16)
+def configuration(n_columns: int) -> tuple[int, int]:
+    """(block, warps) for rows of `n_columns` logits."""
+    # Long rows take the large block, so that fewer are in work at a time and all of those stay in L2. One H200, 16384
+    # rows, ms with a block of 8192 and 8 warps, of 16384 and 16: 32000 wide 0.645, 0.684; 49152 wide 1.12, 1.03.
+    block = min(max(256, triton.next_power_of_2(n_columns)), 8192 if n_columns <= 40960 else 16384)
+    return block, max(1, block // 1024)
 
 
 def cross_entropy_triton(
@@ -128,24 +121,30 @@ def cross_entropy_triton(
     zs: Tensor,
     z_loss: float,
     with_gradient: bool,
-    config: tuple[bool, int, int] | None = None,
+    config: tuple[int, int] | None = None,
 ) -> None:
     """As `cross_entropy_in_place`; `config` as from `configuration`, for measuring others."""
     n, n_columns = logits.shape
-    resident, block, warps = config or configuration(n_columns)
-    assert logits.stride(1) == 1 and not (resident and n_columns > block)
+    block, warps = config or configuration(n_columns)
+    assert logits.stride(1) == 1
     if n == 0:
         return
+    # Accesses are only as wide as the last column's mask is aligned.
+    padded = -(-n_columns // 16) * 16
+    if padded > logits.stride(0) or logits.stride(0) % 16:
+        padded = n_columns
     _cross_entropy_kernel[(n,)](
-        logits, targets, losses, zs, logits.stride(0), n_columns, z_loss,
-        WITH_GRADIENT=with_gradient, IGNORED=IGNORED, LOG2_E=LOG2_E, RESIDENT=resident, BLOCK=block, num_warps=warps,
+        logits, targets, losses, zs, logits.stride(0), n_columns, padded, z_loss,
+        WITH_GRADIENT=with_gradient, IGNORED=IGNORED, LOG2_E=LOG2_E, PADDED=padded != n_columns, BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip
 
 
 def cross_entropy_in_place(
     logits: Tensor, targets: Tensor, losses: Tensor, zs: Tensor, z_loss: float, with_gradient: bool
 ) -> None:
-    """As the reference, into losses and zs (N,); the rows of logits (N, V) may lie further apart than V."""
+    """As the reference, into losses and zs (N,). The rows of logits (N, V) may lie further apart than V: where there is
+    room up to the next 16 columns, what lies there is overwritten too."""
     if choose("cross_entropy", logits) == TRITON:
         cross_entropy_triton(logits, targets, losses, zs, z_loss, with_gradient)
     else:

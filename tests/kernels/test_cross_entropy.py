@@ -62,7 +62,7 @@ def check(logits, targets, losses, zs, before, z_loss, dtype) -> None:
         ("triton", torch.bfloat16),
     ],
 )
-# Smaller than any block, in registers with a masked tail, and read twice with a tail.
+# Smaller than any block, one with a tail, whole ones, and several with a tail.
 @pytest.mark.parametrize(("n", "v"), [(7, 3), (9, 257), (5, 16384), (6, 17001)])
 @pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
 def test_losses_and_gradients_are_those_of_fp64(implementation, dtype, n, v, z_loss):
@@ -78,13 +78,16 @@ def test_losses_and_gradients_are_those_of_fp64(implementation, dtype, n, v, z_l
     assert beyond.isnan().all(), "wrote beyond the row"
 
 
-@pytest.mark.parametrize("resident", [True, False])
-def test_both_forms_of_the_kernel_agree_with_fp64(resident):
-    logits, targets = case(5, 700, torch.float32)
+@pytest.mark.parametrize(("v", "stride"), [(700, 704), (700, 720), (257, 272), (704, 704), (13, 16)])
+def test_rows_with_room_behind_them_are_taken_in_whole_sixteens(v, stride):
+    logits, targets = case(5, v, torch.float32)
     before = logits.clone()
+    storage = torch.full((5, stride), float("nan"))
+    storage[:, :v] = logits
     losses, zs = torch.full((2, 5), float("nan"))
-    cross_entropy_triton(logits, targets, losses, zs, Z_LOSS, True, (resident, 1024 if resident else 256, 4))
-    check(logits, targets, losses, zs, before, Z_LOSS, torch.float32)
+    cross_entropy_triton(storage[:, :v], targets, losses, zs, Z_LOSS, True, (256, 4))
+    check(storage[:, :v], targets, losses, zs, before, Z_LOSS, torch.float32)
+    assert storage[:, -(-v // 16) * 16 :].isnan().all(), "wrote beyond the next multiple of 16"
 
 
 def test_large_logits_do_not_overflow():
@@ -193,7 +196,7 @@ def test_no_rows_are_no_loss():
     assert loss == z == 0
 
 
-def test_configurations_hold_the_row_they_say_they_do():
+def test_configurations_give_each_lane_32_columns_at_most():
     for v in (1, 255, 4096, 16384, 16385, 32000, 50257):
-        resident, block, warps = configuration(v)
-        assert block & (block - 1) == 0 and (not resident or block >= v) and warps <= 16
+        block, warps = configuration(v)
+        assert block & (block - 1) == 0 and warps & (warps - 1) == 0 and block <= warps * 32 * 32 <= 16384
