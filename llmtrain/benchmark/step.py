@@ -22,6 +22,7 @@ from llmtrain.model.flops import (
     peak_flops,
     rerun_flops_per_token,
 )
+from llmtrain.model.memory import training_memory
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.start import pick_attention, pick_device
 from llmtrain.training.step import TrainStep
@@ -38,7 +39,16 @@ class RandomSteps:
     def __init__(self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0) -> None:
         self.shape = shape
         self.attention = timing.attention
-        pick_attention(timing.attention, timing.precision, shape.model.head_dim, shape.seq_len, device)
+        backend = pick_attention(timing.attention, timing.precision, shape.model.head_dim, shape.seq_len, device)
+        self.memory = training_memory(
+            shape.model,
+            shape.batch_size,
+            shape.seq_len,
+            precision=timing.precision,
+            checkpoint_activations=timing.checkpoint_activations,
+            attention=backend.name,
+            device=device,
+        )
         self.step = TrainStep.build(
             shape.model,
             OptimizerConfig(),
@@ -151,4 +161,5 @@ def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
         **figures,
         **throughput(tok_per_s, figures, device),
         **peak_memory(device),
+        "predicted_gib": steps.memory.peak / GIB if device.type == "cuda" else None,
     }

@@ -44,6 +44,7 @@ def step_markdown(data: dict[str, Any]) -> str:
         ["attention", data["attention"]],
         ["activations made again in the backward", data["checkpoint_activations"]],
         ["peak of tensors, GiB", figure(data["allocated_gib"], ".2f")],
+        ["the same as planned, GiB", figure(data["predicted_gib"], ".2f")],
         ["peak held by the allocator, GiB", figure(data["reserved_gib"], ".2f")],
         ["used on the card at the end, GiB", figure(data["device_used_gib"], ".2f")],
         ["peak of host memory, GiB", figure(data["host_rss_gib"], ".2f")],

@@ -5,6 +5,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from llmtrain.corpus.order import SampleOrder
 from llmtrain.kernels.attention import Backend
 from llmtrain.model.flops import (
@@ -14,6 +16,7 @@ from llmtrain.model.flops import (
     peak_flops,
     rerun_flops_per_token,
 )
+from llmtrain.model.memory import MemoryPlan, training_memory
 from llmtrain.training.config import TrainConfig
 
 MFU_GUESS = 0.4
@@ -32,13 +35,19 @@ class Plan:
     """What activation checkpointing runs again, beyond that."""
     peak_flops: float | None
     """FLOP/s of the device; None where its name is not in the table."""
+    attention: Backend
+    memory: MemoryPlan
+    device_bytes: int | None
+    """Memory of the card; None on a CPU."""
 
     def samples(self, step: int) -> int:
         """Samples consumed after `step` steps."""
         return min(step * self.sequences_per_step, self.total_samples)
 
 
-def make_plan(config: TrainConfig, order: SampleOrder, device_name: str) -> Plan:
+def make_plan(
+    config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend
+) -> Plan:
     """Steps from total_steps, or from epochs; only the last step may be partial."""
     per_step = config.run.sequences_per_step
     if config.schedule.total_steps is not None:
@@ -54,6 +63,17 @@ def make_plan(config: TrainConfig, order: SampleOrder, device_name: str) -> Plan
             config.model, config.data.seq_len, config.run.checkpoint_activations
         ),
         peak_flops=peak_flops(device_name),
+        attention=attention,
+        memory=training_memory(
+            config.model,
+            config.run.batch_size,
+            config.data.seq_len,
+            precision=config.run.precision,
+            checkpoint_activations=config.run.checkpoint_activations,
+            attention=attention.name,
+            device=device,
+        ),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
     )
 
 
@@ -62,16 +82,32 @@ def checkpoint_bytes(config: TrainConfig) -> int:
     return 12 * parameter_counts(config.model).total
 
 
-def describe(
-    config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str, attention: Backend
-) -> list[str]:
+def memory_lines(memory: MemoryPlan, device_bytes: int | None) -> list[str]:
+    """The peak by part, and what the activations are."""
+
+    def sizes(parts: dict[str, int]) -> str:
+        return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
+
+    of_card = ""
+    if device_bytes is not None:
+        of_card = f" of the card's {device_bytes / 2**30:.1f}"
+        if memory.peak > device_bytes:
+            of_card += ", so IT WILL NOT FIT: lower --batch-size, or see --checkpoint-activations"
+    activations = sum(memory.activations.values())
+    phase = memory.peak_phase
+    parts = {**memory.fixed, "activations": activations, phase: memory.passing[phase]}
+    return [
+        f"memory      {memory.peak / 2**30:.2f} GiB at the peak{of_card}: {sizes(parts)}",
+        f"activations {activations / 2**30:.2f} GiB: {sizes(memory.activations)}",
+    ]
+
+
+def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str) -> list[str]:
     """The lines printed before step 0."""
     model, run, seq_len = config.model, config.run, config.data.seq_len
     counts = parameter_counts(model)
     tokens_per_step = plan.sequences_per_step * seq_len
     micro = math.ceil(plan.sequences_per_step / run.batch_size)
-    narrow = 2 if run.precision == "bf16" else 0
-    gib = counts.total / 2**30
     saves = math.ceil(plan.total_steps / run.checkpoint_every)
     on_disk = min(saves, run.keep_checkpoints) * checkpoint_bytes(config)
     free = shutil.disk_usage(_existing(run.run_dir)).free
@@ -81,7 +117,7 @@ def describe(
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
         f"{model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size:,}",
         f"device      {device_name}, {run.precision}" + (", deterministic" if run.deterministic else ""),
-        f"attention   {attention.name}: {attention.why}",
+        f"attention   {plan.attention.name}: {plan.attention.why}",
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
         f"micro-batch{'es' if micro > 1 else ''} of {run.batch_size}",
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
@@ -93,8 +129,7 @@ def describe(
     ):
         lines.append(f"corpus      {name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs ({source.file.path})")
     lines += [
-        f"memory      weights {4 * gib:.2f} + gradients {4 * gib:.2f} + moments {8 * gib:.2f} + operands "
-        f"{narrow * gib:.2f} GiB, and the activations of {run.batch_size} x {seq_len} tokens",
+        *memory_lines(plan.memory, plan.device_bytes),
         f"disk        {checkpoint_bytes(config) / 1e9:.2f} GB a checkpoint, {on_disk / 1e9:.2f} GB for those kept, "
         f"{free / 1e9:.1f} GB free",
         f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "

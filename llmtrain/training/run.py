@@ -38,7 +38,7 @@ def train(config: TrainConfig, resume: bool) -> None:
     start.make_folder(run_dir)
     with RunLock(run_dir / "lock"), StopFlag() as stop, choice.forced(settings.attention, "attention"):
         run = start.start(config, order, validation, device, attention, resume)
-        plan = make_plan(config, order, start.device_name(device))
+        plan = make_plan(config, order, device, start.device_name(device), attention)
         log = RunLog(run_dir, _attempt(run_dir), plan)
         try:
             _begin(run, plan, log)
@@ -65,7 +65,7 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     at, samples = run.at_step, plan.samples(run.at_step)
     notes = start.prepare_run_dir(run.config, run.order) + run.notes
     log.journal.rewrite(lambda line: line.get("kind") == "event" or line.get("step", 0) <= at)
-    for line in describe(run.config, plan, run.order, start.device_name(run.device), run.attention):
+    for line in describe(run.config, plan, run.order, start.device_name(run.device)):
         log.line(line)
     tokens = samples * run.config.data.seq_len
     environment = start.environment(run.device, run.attention.name)

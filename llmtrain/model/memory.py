@@ -1,0 +1,140 @@
+"""What a training step takes of the device's memory, in bytes, from its configuration alone.
+
+Derived from what each autograd function saves (`save_for_backward` in kernels/) and from the order of the backward.
+n tokens of a micro-batch, numbers of `width` bytes; d, q, kv and f are the widths of the stream, of queries, of keys
+(and of values) and of the feed-forward. What is small beside a row of d (loss sums, partial sums of the norms' weights)
+is left out. On a CPU the references of some ops keep more, in FP32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH
+from llmtrain.kernels.choice import TRITON
+from llmtrain.kernels.cross_entropy import chunk_rows
+from llmtrain.model.config import CheckpointActivations, ModelConfig
+from llmtrain.model.flops import parameter_counts
+
+CUBLAS_WORKSPACE = 32 << 20
+"""What torch hands to cuBLAS for a stream on Hopper; less elsewhere."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part. At the peak there are `fixed`, `activations` and the largest of `passing`."""
+
+    fixed: dict[str, int]
+    """What lives as long as the run."""
+    activations: dict[str, int]
+    """What the forward keeps for the backward, by what it is, over all layers."""
+    passing: dict[str, int]
+    """By phase of the step: what there is then beside the two above, less what is freed of them by then."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.passing, key=self.passing.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.fixed.values()) + sum(self.activations.values()) + self.passing[self.peak_phase]
+
+
+def kept_by_layer(
+    c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int
+) -> dict[str, int]:
+    """What one block keeps for its backward."""
+    d, q, kv, f = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_ff
+    if checkpoint_activations == "full":
+        return {"stream": d * n * width}
+    selective = checkpoint_activations == "selective"
+    kept = {
+        "stream": 2 * d * n * width,
+        "normed rows": 0 if selective else 2 * d * n * width,
+        "statistics": 2 * 4 * n,
+        "qkv": (q + 2 * kv) * n * width,  # whole, because v is a view of it
+        "rotated q and k": (q + kv) * n * width,
+        "attention": q * n * width,
+        "gate and up": 2 * f * n * width,
+        "SwiGLU": 0 if selective else f * n * width,
+    }
+    if c.qk_norm:
+        kept["statistics"] += 4 * (c.n_heads + c.n_kv_heads) * n
+    elif selective:
+        kept["qkv"] = kv * n * width  # a copy of v
+    if attention == EFFICIENT:
+        kept["statistics"] += 4 * c.n_heads * n // seq_len * (-(-seq_len // 32) * 32)
+        if q != kv:  # it takes keys and values repeated for every query head, and lets go of the rest
+            kept["rotated q and k"] = 2 * q * n * width
+            kept["qkv"] = q * n * width + (kept["qkv"] if c.qk_norm else 0)
+    else:
+        kept["statistics"] += 4 * c.n_heads * n
+    if attention == TRITON:
+        kept["statistics"] += 4 * n  # where each query's document begins
+    return kept
+
+
+def attention_backward(c: ModelConfig, n: int, width: int, attention: str) -> int:
+    """What attention's backward takes beside what is kept and the gradient of its result."""
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    gradients = (q + 2 * kv) * n * width
+    if attention in (CUDNN, FLASH, EFFICIENT):
+        # dq is summed in FP32, dk and dv by query head before they are added up, and dy * out needs a sum a row.
+        by_query_head = 2 * q * n * width if q != kv else 0
+        return gradients + 4 * q * n + by_query_head + 4 * c.n_heads * n
+    return gradients + 4 * c.n_heads * n
+
+
+def training_memory(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    *,
+    precision: str = "bf16",
+    checkpoint_activations: CheckpointActivations = "none",
+    attention: str = CUDNN,
+    device: torch.device | str = "cuda",
+) -> MemoryPlan:
+    """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs."""
+    c, n = config, batch_size * seq_len
+    d, f, q = c.d_model, c.d_ff, c.n_heads * c.head_dim
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    width = dtype.itemsize
+    device = torch.device(device)
+    parameters = parameter_counts(c).total
+    fixed = {
+        "weights": 4 * parameters,
+        "gradients": 4 * parameters,
+        "moments": 8 * parameters,
+        "operands": width * parameters if precision == "bf16" else 0,
+        "batch and tables": 2 * 8 * n + 4 * c.max_seq_len * c.head_dim,
+        "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
+    }
+
+    layer = kept_by_layer(c, n, width, checkpoint_activations, attention, seq_len)
+    activations = {name: c.n_layers * size for name, size in layer.items() if size}
+    row = d * n * width
+    activations["stream"] += row  # the last norm's
+    activations["statistics"] = activations.get("statistics", 0) + 4 * n
+
+    chunk = chunk_rows(n, c.vocab_size, dtype, device)
+    logits = chunk * (-(-c.vocab_size // 64) * 64) * width
+    final = row + 4 * n  # what the last norm keeps, gone when the blocks' backward begins
+    again = 0
+    if checkpoint_activations == "full":
+        layer = kept_by_layer(c, n, width, "none", attention, seq_len)
+        again = sum(layer.values())  # its input is there already, but the result that nobody reads takes as much
+    of_feed_forward = layer["gate and up"] + layer["SwiGLU"] + layer["normed rows"] // 2 + row + 4 * n
+    remade = f * n * width if checkpoint_activations == "selective" else 0
+    passing = {
+        # the last norm's rows and their gradient, a chunk of logits, two losses a token
+        "head": 2 * row + logits + 8 * n,
+        # the stream's gradient, then the product's, and with that either the product made again or the gradient of gate
+        # and up, by when the product has gone
+        "feed-forward's backward": again - final + row + f * n * width
+        + max(remade, 2 * f * n * width - layer["SwiGLU"]),
+        # the stream's gradient, twice in a block that runs again, and that of attention's result
+        "attention's backward": again - final - of_feed_forward + (2 if again else 1) * row + q * n * width
+        + attention_backward(c, n, width, attention),
+    }  # fmt: skip
+    return MemoryPlan(fixed, activations, passing)
