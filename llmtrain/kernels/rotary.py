@@ -15,8 +15,15 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
-TILE, MOST_HEADS, WARPS = 1024, 4, 4
-"""Pairs of elements a program rotates at a time, over tokens and at most so many heads."""
+HEADS = 4
+"""Heads, at most, whose loads are on their way before the first of them is rotated."""
+
+PAIRS, NORMED_BACKWARD_PAIRS = 8, 4
+"""Pairs of elements a lane rotates of one head: two loads of 16 bytes. The backward of the norms sums as well, and would
+have no registers left for the loads of four heads."""
+
+FEW_TOKENS = 16384
+"""Up to here a program is one warp instead of four, so that programs are many."""
 
 
 def rotary_tables(max_seq_len: int, head_dim: int, theta: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -36,139 +43,172 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 if triton is not None:
-    # A tile is (tokens, heads, pairs): lane i of a head pairs element i with i + HALF. A program keeps the cosines of
-    # its tokens in registers and walks over the heads, so the tables are read once a token.
+    # A tile is (tokens, pairs): lane i of a head pairs element i with i + HALF. A program keeps the cosines of its
+    # tokens in registers and walks over the heads, HEADS at a time: all of their loads come before the first store,
+    # because no load may pass a store that might be to the same address.
 
     @triton.jit
     def _rotate_heads(
-        qkv, dst, rstd, weight, row, lane, known, inside, c, s, eps, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-        N_HEADS: tl.constexpr, N_NORMED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+        qkv, dst, weight, row, lane, inside, c, s, eps, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+        N_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     ):  # fmt: skip
+        if weight is not None:
+            w1 = tl.load(weight + lane, mask=lane < HALF, other=0.0)
+            w2 = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0)
         for first in tl.range(0, N_HEADS, HEADS):
-            head = first + tl.arange(0, HEADS)[None, :, None]
-            mask = inside & (head < N_HEADS)
-            at = qkv + row * WIDTH + (FIRST + head) * (2 * HALF) + lane
-            x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-            if weight is not None:
-                square = tl.sum(x1 * x1 + x2 * x2, 2, keep_dims=True) / (2 * HALF)
-                scale = 1.0 / tl.sqrt_rn(square + eps)
-                tl.store(rstd + row * N_NORMED + FIRST + head, scale, mask=known & (head < N_HEADS))
-                x1 = x1 * scale * tl.load(weight + lane, mask=lane < HALF, other=0.0)
-                x2 = x2 * scale * tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0)
-            to = dst + row * (N_HEADS * 2 * HALF) + head * (2 * HALF) + lane
-            tl.store(to, (x1 * c - x2 * s).to(dst.dtype.element_ty), mask=mask)
-            tl.store(to + HALF, (x2 * c + x1 * s).to(dst.dtype.element_ty), mask=mask)
+            firsts = ()
+            seconds = ()
+            for j in tl.static_range(HEADS):
+                at = qkv + row * WIDTH + (FIRST + first + j) * (2 * HALF) + lane
+                mask = inside & (first + j < N_HEADS)
+                firsts += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                seconds += (tl.load(at + HALF, mask=mask, other=0.0),)  # type: ignore[assignment]
+            for j in tl.static_range(HEADS):
+                x1 = firsts[j].to(tl.float32)
+                x2 = seconds[j].to(tl.float32)
+                if weight is not None:
+                    square = tl.sum(x1 * x1 + x2 * x2, 1, keep_dims=True) / (2 * HALF)
+                    scale = tl.rsqrt(square + eps)
+                    x1 = x1 * scale * w1
+                    x2 = x2 * scale * w2
+                to = dst + row * (N_HEADS * 2 * HALF) + (first + j) * (2 * HALF) + lane
+                mask = inside & (first + j < N_HEADS)
+                tl.store(to, (x1 * c - x2 * s).to(dst.dtype.element_ty), mask=mask)
+                tl.store(to + HALF, (x2 * c + x1 * s).to(dst.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _rotary_forward_kernel(
-        qkv, cos, sin, q_weight, k_weight, q, k, rstd, t_len, blocks, table_batch, table_row, eps,
+        qkv, cos, sin, q_weight, k_weight, q, k, t_len, blocks, table_batch, table_row, eps,
         N_Q: tl.constexpr, N_KV: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
-        HEADS: tl.constexpr,
+        Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     ):  # fmt: skip
         batch = (tl.program_id(0) // blocks).to(tl.int64)
-        t = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-        lane = tl.arange(0, LANES)[None, None, :]
-        known = t < t_len
-        inside = known & (lane < HALF)
+        t = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)[:, None]
+        # As many rows of lanes as of tokens, here and below: what is read for every token is laid out as tokens are.
+        lane = tl.broadcast_to(tl.arange(0, LANES)[None, :], (TOKENS, LANES))
+        inside = (t < t_len) & (lane < HALF)
         table = batch * table_batch + t * table_row + lane
         c = tl.load(cos + table, mask=inside, other=0.0)
         s = tl.load(sin + table, mask=inside, other=0.0)
         row = batch * t_len + t
         WIDTH: tl.constexpr = (N_Q + 2 * N_KV) * 2 * HALF
-        N_NORMED: tl.constexpr = N_Q + N_KV
-        _rotate_heads(qkv, q, rstd, q_weight, row, lane, known, inside, c, s, eps, WIDTH, 0, N_Q, N_NORMED, HALF, HEADS)
-        _rotate_heads(
-            qkv, k, rstd, k_weight, row, lane, known, inside, c, s, eps, WIDTH, N_Q, N_KV, N_NORMED, HALF, HEADS
-        )
+        _rotate_heads(qkv, q, q_weight, row, lane, inside, c, s, eps, WIDTH, 0, N_Q, HALF, Q_HEADS)
+        _rotate_heads(qkv, k, k_weight, row, lane, inside, c, s, eps, WIDTH, N_Q, N_KV, HALF, KV_HEADS)
 
     @triton.jit
     def _rotate_heads_back(
-        d, d_head, d_qkv, qkv, rstd, weight, row, lane, known, inside, c, s, dw1, dw2, WIDTH: tl.constexpr,
-        FIRST: tl.constexpr, N_HEADS: tl.constexpr, N_NORMED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+        d, d_head, d_qkv, qkv, weight, row, lane, inside, c, s, eps, dw1, dw2, WIDTH: tl.constexpr,
+        FIRST: tl.constexpr, N_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     ):  # fmt: skip
+        if weight is not None:
+            w1 = tl.load(weight + lane, mask=lane < HALF, other=0.0)
+            w2 = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0)
         for first in tl.range(0, N_HEADS, HEADS):
-            head = first + tl.arange(0, HEADS)[None, :, None]
-            mask = inside & (head < N_HEADS)
-            at = d + head * d_head + lane
-            d1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            d2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-            g1 = d1 * c + d2 * s
-            g2 = d2 * c - d1 * s
-            packed = row * WIDTH + (FIRST + head) * (2 * HALF) + lane
-            if weight is not None:
-                scale = tl.load(rstd + row * N_NORMED + FIRST + head, mask=known & (head < N_HEADS), other=0.0)
-                n1 = tl.load(qkv + packed, mask=mask, other=0.0).to(tl.float32) * scale
-                n2 = tl.load(qkv + packed + HALF, mask=mask, other=0.0).to(tl.float32) * scale
-                dw1 += g1 * n1
-                dw2 += g2 * n2
-                g1 *= tl.load(weight + lane, mask=lane < HALF, other=0.0)
-                g2 *= tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0)
-                mean = tl.sum(g1 * n1 + g2 * n2, 2, keep_dims=True) / (2 * HALF)
-                g1 = scale * (g1 - n1 * mean)
-                g2 = scale * (g2 - n2 * mean)
-            tl.store(d_qkv + packed, g1.to(d_qkv.dtype.element_ty), mask=mask)
-            tl.store(d_qkv + packed + HALF, g2.to(d_qkv.dtype.element_ty), mask=mask)
+            firsts = ()
+            seconds = ()
+            x1 = ()
+            x2 = ()
+            for j in tl.static_range(HEADS):
+                mask = inside & (first + j < N_HEADS)
+                at = d + (first + j) * d_head + lane
+                firsts += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                seconds += (tl.load(at + HALF, mask=mask, other=0.0),)  # type: ignore[assignment]
+                if weight is not None:
+                    at = qkv + row * WIDTH + (FIRST + first + j) * (2 * HALF) + lane
+                    x1 += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                    x2 += (tl.load(at + HALF, mask=mask, other=0.0),)  # type: ignore[assignment]
+            for j in tl.static_range(HEADS):
+                d1 = firsts[j].to(tl.float32)
+                d2 = seconds[j].to(tl.float32)
+                g1 = d1 * c + d2 * s
+                g2 = d2 * c - d1 * s
+                if weight is not None:
+                    n1 = x1[j].to(tl.float32)
+                    n2 = x2[j].to(tl.float32)
+                    # Once more: to keep it would cost the forward two barriers a head, for a tensor of one column.
+                    scale = tl.rsqrt(tl.sum(n1 * n1 + n2 * n2, 1, keep_dims=True) / (2 * HALF) + eps)
+                    n1 *= scale
+                    n2 *= scale
+                    dw1 += g1 * n1
+                    dw2 += g2 * n2
+                    g1 *= w1
+                    g2 *= w2
+                    mean = tl.sum(g1 * n1 + g2 * n2, 1, keep_dims=True) / (2 * HALF)
+                    g1 = scale * (g1 - n1 * mean)
+                    g2 = scale * (g2 - n2 * mean)
+                to = d_qkv + row * WIDTH + (FIRST + first + j) * (2 * HALF) + lane
+                mask = inside & (first + j < N_HEADS)
+                tl.store(to, g1.to(d_qkv.dtype.element_ty), mask=mask)
+                tl.store(to + HALF, g2.to(d_qkv.dtype.element_ty), mask=mask)
         return dw1, dw2
 
     @triton.jit
     def _store_partial(partials, dw1, dw2, HALF: tl.constexpr, LANES: tl.constexpr):
         lane = tl.arange(0, LANES)
         to = partials + tl.program_id(0) * (2 * HALF) + lane
-        tl.store(to, tl.sum(tl.sum(dw1, 0), 0), mask=lane < HALF)
-        tl.store(to + HALF, tl.sum(tl.sum(dw2, 0), 0), mask=lane < HALF)
+        tl.store(to, tl.sum(dw1, 0), mask=lane < HALF)
+        tl.store(to + HALF, tl.sum(dw2, 0), mask=lane < HALF)
 
     @triton.jit
     def _rotary_backward_kernel(
-        dq, dk, dv, d_qkv, qkv, cos, sin, q_weight, k_weight, rstd, q_partials, k_partials,
-        t_len, blocks, table_batch, table_row,
+        dq, dk, dv, d_qkv, qkv, cos, sin, q_weight, k_weight, q_partials, k_partials,
+        t_len, blocks, table_batch, table_row, eps,
         dq_batch, dq_t, dq_head, dk_batch, dk_t, dk_head, dv_batch, dv_t, dv_head,
         N_Q: tl.constexpr, N_KV: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
-        HEADS: tl.constexpr, STEPS: tl.constexpr,
+        Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, STEPS: tl.constexpr,
     ):  # fmt: skip
         WIDTH: tl.constexpr = (N_Q + 2 * N_KV) * 2 * HALF
-        N_NORMED: tl.constexpr = N_Q + N_KV
         batch = (tl.program_id(0) // blocks).to(tl.int64)
-        lane = tl.arange(0, LANES)[None, None, :]
-        q1 = tl.zeros((TOKENS, HEADS, LANES), tl.float32)
-        q2 = tl.zeros((TOKENS, HEADS, LANES), tl.float32)
-        k1 = tl.zeros((TOKENS, HEADS, LANES), tl.float32)
-        k2 = tl.zeros((TOKENS, HEADS, LANES), tl.float32)
+        lane = tl.broadcast_to(tl.arange(0, LANES)[None, :], (TOKENS, LANES))
+        q1 = tl.zeros((TOKENS, LANES), tl.float32)
+        q2 = tl.zeros((TOKENS, LANES), tl.float32)
+        k1 = tl.zeros((TOKENS, LANES), tl.float32)
+        k2 = tl.zeros((TOKENS, LANES), tl.float32)
         for step in tl.range(0, STEPS):
-            t = (tl.program_id(0) % blocks * STEPS + step) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-            known = t < t_len
-            inside = known & (lane < HALF)
+            t = (tl.program_id(0) % blocks * STEPS + step) * TOKENS + tl.arange(0, TOKENS)[:, None]
+            inside = (t < t_len) & (lane < HALF)
             table = batch * table_batch + t * table_row + lane
             c = tl.load(cos + table, mask=inside, other=0.0)
             s = tl.load(sin + table, mask=inside, other=0.0)
             row = batch * t_len + t
             wide_t = t.to(tl.int64)
             q1, q2 = _rotate_heads_back(
-                dq + batch * dq_batch + wide_t * dq_t, dq_head, d_qkv, qkv, rstd, q_weight,
-                row, lane, known, inside, c, s, q1, q2, WIDTH, 0, N_Q, N_NORMED, HALF, HEADS,
+                dq + batch * dq_batch + wide_t * dq_t, dq_head, d_qkv, qkv, q_weight,
+                row, lane, inside, c, s, eps, q1, q2, WIDTH, 0, N_Q, HALF, Q_HEADS,
             )  # fmt: skip
             k1, k2 = _rotate_heads_back(
-                dk + batch * dk_batch + wide_t * dk_t, dk_head, d_qkv, qkv, rstd, k_weight,
-                row, lane, known, inside, c, s, k1, k2, WIDTH, N_Q, N_KV, N_NORMED, HALF, HEADS,
+                dk + batch * dk_batch + wide_t * dk_t, dk_head, d_qkv, qkv, k_weight,
+                row, lane, inside, c, s, eps, k1, k2, WIDTH, N_Q, N_KV, HALF, KV_HEADS,
             )  # fmt: skip
-            for first in tl.range(0, N_KV, HEADS):
-                head = first + tl.arange(0, HEADS)[None, :, None]
-                mask = inside & (head < N_KV)
-                at = dv + batch * dv_batch + wide_t * dv_t + head * dv_head + lane
-                to = d_qkv + row * WIDTH + (N_NORMED + head) * (2 * HALF) + lane
-                tl.store(to, tl.load(at, mask=mask), mask=mask)
-                tl.store(to + HALF, tl.load(at + HALF, mask=mask), mask=mask)
+            for first in tl.range(0, N_KV, KV_HEADS):
+                firsts = ()
+                seconds = ()
+                for j in tl.static_range(KV_HEADS):
+                    mask = inside & (first + j < N_KV)
+                    at = dv + batch * dv_batch + wide_t * dv_t + (first + j) * dv_head + lane
+                    firsts += (tl.load(at, mask=mask),)  # type: ignore[assignment]
+                    seconds += (tl.load(at + HALF, mask=mask),)  # type: ignore[assignment]
+                for j in tl.static_range(KV_HEADS):
+                    mask = inside & (first + j < N_KV)
+                    to = d_qkv + row * WIDTH + (N_Q + N_KV + first + j) * (2 * HALF) + lane
+                    tl.store(to, firsts[j], mask=mask)
+                    tl.store(to + HALF, seconds[j], mask=mask)
         if q_weight is not None:
             _store_partial(q_partials, q1, q2, HALF, LANES)
             _store_partial(k_partials, k1, k2, HALF, LANES)
 
 
-def _tile(n_kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
-    """(half of head_dim, lanes, tokens, heads) of a tile."""
+def _tile(n_tokens: int, head_dim: int, pairs: int) -> tuple[int, int, int, int]:
+    """(half of head_dim, lanes, tokens a tile, warps) where a lane takes `pairs` of a head."""
     half = head_dim // 2
     lanes = triton.next_power_of_2(half)
-    heads = 1 << (min(n_kv_heads, MOST_HEADS).bit_length() - 1)
-    return half, lanes, max(1, TILE // (lanes * heads)), heads
+    warps = 4 if n_tokens > FEW_TOKENS else 1
+    return half, lanes, max(1, warps * 32 * pairs // lanes), warps
+
+
+def _at_once(n_heads: int, most: int) -> int:
+    """Heads a turn, in as few and as equal turns as `most` allows."""
+    return -(-n_heads // -(-n_heads // most))
 
 
 def _steps(n_tokens: int, tokens: int) -> int:
@@ -202,42 +242,40 @@ class _RotaryQKV(torch.autograd.Function):
         head_dim = heads.shape[-1]
         q = torch.empty((b, t, n_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         k = torch.empty((b, t, n_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-        normed = q_norm is not None and k_norm is not None
-        rstd = torch.empty((b, t, n_heads + n_kv_heads) if normed else (), dtype=torch.float32, device=qkv.device)
-        half, lanes, tokens, tile_heads = _tile(n_kv_heads, head_dim)
+        half, lanes, tokens, warps = _tile(b * t, head_dim, PAIRS)
         blocks = triton.cdiv(t, tokens)
         _rotary_forward_kernel[(b * blocks,)](
-            qkv, cos, sin, q_norm, k_norm, q, k, rstd, t, blocks, *_table_strides(cos), eps,
-            n_heads, n_kv_heads, half, lanes, tokens, tile_heads, num_warps=WARPS,
+            qkv, cos, sin, q_norm, k_norm, q, k, t, blocks, *_table_strides(cos), eps,
+            n_heads, n_kv_heads, half, lanes, tokens, _at_once(n_heads, HEADS), _at_once(n_kv_heads, HEADS),
+            num_warps=warps,
         )  # fmt: skip
         ctx.weights = (q_norm, k_norm)
         ctx.heads = (n_heads, n_kv_heads)
-        ctx.save_for_backward(cos, sin, *([qkv, rstd] if normed else []))
+        ctx.eps = eps
+        ctx.save_for_backward(cos, sin, None if q_norm is None or k_norm is None else qkv)
         return q, k, heads[:, :, n_heads + n_kv_heads :]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
-        cos, sin, *saved = ctx.saved_tensors
-        qkv, rstd = saved or (None, None)
+        cos, sin, qkv = ctx.saved_tensors
         q_norm, k_norm = ctx.weights
         n_heads, n_kv_heads = ctx.heads
         dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
         b, t, _, head_dim = dq.shape
         d_qkv = torch.empty((b, t, (n_heads + 2 * n_kv_heads) * head_dim), dtype=dq.dtype, device=dq.device)
-        half, lanes, tokens, tile_heads = _tile(n_kv_heads, head_dim)
-        steps = 1
+        half, lanes, tokens, warps = _tile(b * t, head_dim, PAIRS if qkv is None else NORMED_BACKWARD_PAIRS)
+        steps = 1 if qkv is None else _steps(b * t, tokens)
         q_partials = k_partials = None
-        if qkv is not None:
-            steps = _steps(b * t, tokens)
         blocks = triton.cdiv(t, tokens * steps)
         if qkv is not None:
             q_partials = torch.empty((b * blocks, head_dim), dtype=torch.float32, device=dq.device)
             k_partials = torch.empty_like(q_partials)
         strides = [d.stride(i) for d in (dq, dk, dv) for i in range(3)]
         _rotary_backward_kernel[(b * blocks,)](
-            dq, dk, dv, d_qkv, qkv, cos, sin, q_norm, k_norm, rstd, q_partials, k_partials,
-            t, blocks, *_table_strides(cos), *strides,
-            n_heads, n_kv_heads, half, lanes, tokens, tile_heads, steps, num_warps=WARPS,
+            dq, dk, dv, d_qkv, qkv, cos, sin, q_norm, k_norm, q_partials, k_partials,
+            t, blocks, *_table_strides(cos), ctx.eps, *strides,
+            n_heads, n_kv_heads, half, lanes, tokens, _at_once(n_heads, HEADS), _at_once(n_kv_heads, HEADS), steps,
+            num_warps=warps,
         )  # fmt: skip
         dw: list[Tensor | None] = [None, None]
         if q_partials is not None and k_partials is not None:

@@ -80,10 +80,8 @@ TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
         for b, r, w in ((1024, 128, 4), (2048, 128, 4), (4096, 128, 8), (2048, 256, 8), (4096, 256, 16), (8192, 256, 8))
     ],
     "rotary": [
-        (rotary, {"TILE": tile, "WARPS": warps, "MOST_HEADS": heads})
-        for tile, warps, heads in (
-            (512, 2, 4), (1024, 4, 8), (2048, 4, 4), (2048, 8, 4), (512, 4, 4), (1024, 4, 1), (2048, 8, 8),
-        )
+        (rotary, {"PAIRS": pairs, "NORMED_BACKWARD_PAIRS": pairs, "HEADS": heads, "FEW_TOKENS": few})
+        for pairs, heads, few in ((4, 4, 16384), (8, 4, 1 << 30), (8, 4, 0), (8, 2, 16384))
     ],
     "embedding": [
         (embedding, {"TILE": tile, "ATOMIC_TILE": atomic, "WARPS": warps, "RUN": run, "COLS": cols})
@@ -372,11 +370,10 @@ def check_rotary(bench: Bench, s: Shape) -> None:
     token = 2 * s.head_dim * s.n
     turned = token * (s.n_heads + s.n_kv_heads)
     tables = 2 * cos.numel() * 4
-    rstd = 4 * s.n * (s.n_heads + s.n_kv_heads)
     bench.time("rotary forward", shape, 2 * turned + tables, lambda: forward(False), "rotary")
     bench.time("rotary backward", shape, 2 * token * heads + tables, lambda: backward(False), "rotary")
-    bench.time("rotary forward, normed", shape, 2 * turned + tables + rstd, lambda: forward(True), "rotary")
-    nbytes = 2 * token * heads + turned + tables + rstd
+    bench.time("rotary forward, normed", shape, 2 * turned + tables, lambda: forward(True), "rotary")
+    nbytes = 2 * token * heads + turned + tables
     bench.time("rotary backward, normed", shape, nbytes, lambda: backward(True), "rotary")
 
 

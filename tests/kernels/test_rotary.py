@@ -129,7 +129,7 @@ def test_norm_weights_are_right_when_a_program_takes_several_tiles(monkeypatch):
     import llmtrain.kernels.rotary as module
 
     monkeypatch.setattr(module, "_steps", lambda n_tokens, tokens: 3)
-    monkeypatch.setattr(module, "TILE", 32)
+    monkeypatch.setattr(module, "_tile", lambda n_tokens, head_dim, pairs: (8, 8, 4, 4))
     qkv, gradients, norms, cos, sin = random(2, 19, 4, 2, 16, torch.float32)
     args = (qkv, cos[:19], sin[:19], (4, 2), norms, gradients)
     _, d_qkv = run("triton", *args)
