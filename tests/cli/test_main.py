@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -62,12 +61,14 @@ def test_help_is_fast_and_imports_neither_torch_nor_numpy(command: str):
     assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
 
     def seconds() -> float:
-        begin = time.perf_counter()
+        """Of processor time, which is what an idle machine's clock would show: the command waits for nothing."""
+        before = os.times()
         assert run("-m", "llmtrain", *command.split(), "--help").returncode == 0
-        return time.perf_counter() - begin
+        after = os.times()
+        return after.children_user - before.children_user + after.children_system - before.children_system
 
-    # The best of several: the bound is on the program, not on what else the machine is doing.
-    assert min(seconds() for _ in range(5)) < 0.4
+    # The better of two: the first one may have to compile the modules.
+    assert min(seconds() for _ in range(2)) < 0.4
 
 
 @pytest.mark.parametrize("command", EVERY)
