@@ -17,6 +17,9 @@ from llmtrain.kernels.choice import TRITON, choose
 from llmtrain.kernels.partials import deliver_partials
 from llmtrain.kernels.weight import deliver_gradient
 
+# In kernels tuples of tensors grow while a loop is unrolled.
+# mypy: disable-error-code="assignment, var-annotated"
+
 try:
     import triton
     import triton.language as tl
@@ -103,8 +106,8 @@ if triton is not None:
         for i in tl.static_range(CHUNKS):
             # Read once a row of the tile: so it is laid out as the rows are, and not shuffled into that layout.
             every = tl.broadcast_to(i * SPAN + lane, (ROWS, SPAN))
-            w += (tl.load(weight + every, mask=every < H, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-            dw += (tl.zeros((ROWS, SPAN), tl.float32),)  # type: ignore[assignment]
+            w += (tl.load(weight + every, mask=every < H, other=0.0).to(tl.float32),)
+            dw += (tl.zeros((ROWS, SPAN), tl.float32),)
         for first in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
             rows = first + tl.arange(0, ROWS)
             known = (rows < n_rows)[:, None]
@@ -118,17 +121,17 @@ if triton is not None:
                 cols = i * SPAN + lane
                 mask = known & (cols < H)
                 at = h + group * h_group + row * h_row + cols
-                x += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                x += (tl.load(at, mask=mask, other=0.0),)
                 at = dy + group * dy_group + row * dy_row + cols
-                g += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                g += (tl.load(at, mask=mask, other=0.0),)
                 if dh is not None:
                     at = dh + group * dh_group + row * dh_row + cols
-                    past += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+                    past += (tl.load(at, mask=mask, other=0.0),)
             sums = ()
             mean = tl.zeros((ROWS, SPAN), tl.float32)
             for i in tl.static_range(CHUNKS):
                 product = g[i].to(tl.float32) * (x[i].to(tl.float32) * scale)
-                sums += (dw[i] + product,)  # type: ignore[assignment]
+                sums += (dw[i] + product,)
                 mean += product * w[i]
             dw = sums
             mean = tl.sum(mean, 1)[:, None] / H

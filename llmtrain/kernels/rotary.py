@@ -9,6 +9,9 @@ from llmtrain.kernels.choice import TRITON, choose
 from llmtrain.kernels.partials import deliver_partials
 from llmtrain.kernels.rmsnorm import rmsnorm
 
+# In kernels tuples of tensors grow while a loop is unrolled.
+# mypy: disable-error-code="assignment, var-annotated"
+
 try:
     import triton
     import triton.language as tl
@@ -19,8 +22,8 @@ HEADS = 4
 """Heads, at most, whose loads are on their way before the first of them is rotated."""
 
 PAIRS, NORMED_BACKWARD_PAIRS = 8, 4
-"""Pairs of elements a lane rotates of one head: two loads of 16 bytes. The backward of the norms sums as well, and would
-have no registers left for the loads of four heads."""
+"""Pairs of elements a lane rotates of one head: two loads of 16 bytes. The backward of the norms sums as well, and
+would have no registers left for the loads of four heads."""
 
 FEW_TOKENS = 16384
 """Up to here a program is one warp instead of four, so that programs are many."""
@@ -61,8 +64,8 @@ if triton is not None:
             for j in tl.static_range(HEADS):
                 at = qkv + row * WIDTH + (FIRST + first + j) * (2 * HALF) + lane
                 mask = inside & (first + j < N_HEADS)
-                firsts += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
-                seconds += (tl.load(at + HALF, mask=mask, other=0.0),)  # type: ignore[assignment]
+                firsts += (tl.load(at, mask=mask, other=0.0),)
+                seconds += (tl.load(at + HALF, mask=mask, other=0.0),)
             for j in tl.static_range(HEADS):
                 x1 = firsts[j].to(tl.float32)
                 x2 = seconds[j].to(tl.float32)
@@ -111,12 +114,12 @@ if triton is not None:
             for j in tl.static_range(HEADS):
                 mask = inside & (first + j < N_HEADS)
                 at = d + (first + j) * d_head + lane
-                firsts += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
-                seconds += (tl.load(at + HALF, mask=mask, other=0.0),)  # type: ignore[assignment]
+                firsts += (tl.load(at, mask=mask, other=0.0),)
+                seconds += (tl.load(at + HALF, mask=mask, other=0.0),)
                 if weight is not None:
                     at = qkv + row * WIDTH + (FIRST + first + j) * (2 * HALF) + lane
-                    x1 += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
-                    x2 += (tl.load(at + HALF, mask=mask, other=0.0),)  # type: ignore[assignment]
+                    x1 += (tl.load(at, mask=mask, other=0.0),)
+                    x2 += (tl.load(at + HALF, mask=mask, other=0.0),)
             for j in tl.static_range(HEADS):
                 d1 = firsts[j].to(tl.float32)
                 d2 = seconds[j].to(tl.float32)
@@ -186,8 +189,8 @@ if triton is not None:
                 for j in tl.static_range(KV_HEADS):
                     mask = inside & (first + j < N_KV)
                     at = dv + batch * dv_batch + wide_t * dv_t + (first + j) * dv_head + lane
-                    firsts += (tl.load(at, mask=mask),)  # type: ignore[assignment]
-                    seconds += (tl.load(at + HALF, mask=mask),)  # type: ignore[assignment]
+                    firsts += (tl.load(at, mask=mask),)
+                    seconds += (tl.load(at + HALF, mask=mask),)
                 for j in tl.static_range(KV_HEADS):
                     mask = inside & (first + j < N_KV)
                     to = d_qkv + row * WIDTH + (N_Q + N_KV + first + j) * (2 * HALF) + lane
