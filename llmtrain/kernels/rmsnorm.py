@@ -17,9 +17,6 @@ from llmtrain.kernels.choice import TRITON, choose
 from llmtrain.kernels.partials import deliver_partials
 from llmtrain.kernels.weight import deliver_gradient
 
-# In kernels tuples of tensors grow while a loop is unrolled.
-# mypy: disable-error-code="assignment, var-annotated"
-
 try:
     import triton
     import triton.language as tl
@@ -89,62 +86,39 @@ if triton is not None:
         tl.store(rstd + rows, scale, mask=rows < n_rows)
         tl.store(y + flat, (wide * scale[:, None] * w).to(narrow.dtype), mask=mask)
 
-    # A tile of the backward is ROWS rows in CHUNKS parts of SPAN columns. Where SPAN is 256 or less, whole rows lie in
-    # one warp: their sums are shuffles without a barrier, and at 768 no lane idles. Each program walks over the rows
-    # with a stride of all programs, and the pipeline copies the next rows to shared memory meanwhile: loads into
-    # registers would be put off by the assembler, for the sake of registers, until half the row is computed.
+    # Each program of the backward walks over the rows with a stride of all programs, and the pipeline copies the next
+    # rows to shared memory meanwhile: loads into registers would be put off by the assembler, for the sake of
+    # registers, until half of a row is computed.
 
     @triton.jit
     def _rmsnorm_backward_kernel(
         dy, dh, h, weight, rstd, dx, partials, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
-        H: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
-        STAGES: tl.constexpr,
+        H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        lane = tl.arange(0, SPAN)[None, :]
-        w = ()
-        dw = ()
-        for i in tl.static_range(CHUNKS):
-            # Read once a row of the tile: so it is laid out as the rows are, and not shuffled into that layout.
-            every = tl.broadcast_to(i * SPAN + lane, (ROWS, SPAN))
-            w += (tl.load(weight + every, mask=every < H, other=0.0).to(tl.float32),)
-            dw += (tl.zeros((ROWS, SPAN), tl.float32),)
+        # As many rows of columns as a tile has: the weight is laid out as the rows are, not shuffled into that layout.
+        cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+        w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
+        dw = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
             rows = first + tl.arange(0, ROWS)
-            known = (rows < n_rows)[:, None]
+            mask = (rows < n_rows)[:, None] & (cols < H)
             group = (rows // GROUP).to(tl.int64)[:, None]
             row = (rows % GROUP)[:, None]
             scale = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
-            x = ()
-            g = ()
-            past = ()
-            for i in tl.static_range(CHUNKS):
-                cols = i * SPAN + lane
-                mask = known & (cols < H)
-                at = h + group * h_group + row * h_row + cols
-                x += (tl.load(at, mask=mask, other=0.0),)
-                at = dy + group * dy_group + row * dy_row + cols
-                g += (tl.load(at, mask=mask, other=0.0),)
-                if dh is not None:
-                    at = dh + group * dh_group + row * dh_row + cols
-                    past += (tl.load(at, mask=mask, other=0.0),)
-            sums = ()
-            mean = tl.zeros((ROWS, SPAN), tl.float32)
-            for i in tl.static_range(CHUNKS):
-                product = g[i].to(tl.float32) * (x[i].to(tl.float32) * scale)
-                sums += (dw[i] + product,)
-                mean += product * w[i]
-            dw = sums
-            mean = tl.sum(mean, 1)[:, None] / H
-            for i in tl.static_range(CHUNKS):
-                cols = i * SPAN + lane
-                result = scale * (g[i].to(tl.float32) * w[i] - x[i].to(tl.float32) * scale * mean)
-                if dh is not None:
-                    result += past[i].to(tl.float32)
-                to = dx + rows.to(tl.int64)[:, None] * H + cols
-                tl.store(to, result.to(dx.dtype.element_ty), mask=known & (cols < H))
-        for i in tl.static_range(CHUNKS):
-            cols = i * SPAN + lane
-            tl.store(partials + tl.program_id(0) * H + cols, tl.sum(dw[i], 0)[None, :], mask=cols < H)
+            x = tl.load(h + group * h_group + row * h_row + cols, mask=mask, other=0.0)
+            g = tl.load(dy + group * dy_group + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+            if dh is not None:
+                past = tl.load(dh + group * dh_group + row * dh_row + cols, mask=mask, other=0.0)
+            normed = x.to(tl.float32) * scale
+            product = g * normed
+            dw += product
+            mean = tl.sum(product * w, 1)[:, None] / H
+            result = scale * (g * w - normed * mean)
+            if dh is not None:
+                result += past.to(tl.float32)
+            tl.store(dx + rows.to(tl.int64)[:, None] * H + cols, result.to(dx.dtype.element_ty), mask=mask)
+        col = tl.arange(0, BLOCK)
+        tl.store(partials + tl.program_id(0) * H + col, tl.sum(dw, 0), mask=col < H)
 
 
 def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], list[int]]:
@@ -204,8 +178,6 @@ def _forward(
 class BackwardTile:
     """How the backward is shared out: by the shape alone, because this decides how dw is rounded."""
 
-    span: int
-    """Columns of one part of a row, a power of 2."""
     rows: int
     """Rows at a time."""
     warps: int
@@ -216,15 +188,15 @@ class BackwardTile:
 
 def _backward_tile(n_rows: int, width: int) -> BackwardTile:
     block = triton.next_power_of_2(width)
-    span = min(block, max(1024, block // 4))
-    warps = min(32, max(4, span // 256))
-    rows = max(1, 1024 // span)
-    # Measured on an H200: parts of 1024 columns beat those of 256 and 512 at every width and number of rows; 8 programs
-    # a processor are 1.08 times the bytes' time at width 768 (4: 1.17), 4 are 1.11 at 960 (8: 1.14) and 1.05 at 2048
-    # (1.14). At most 64 rows in one running sum.
+    rows = max(1, 1024 // block)
+    # Measured on an H200: a row over 4 warps beats a row in one or in two, at every width and number of rows; 8
+    # programs a processor are 1.08 times the bytes' time at width 768 (4: 1.17), 4 are 1.11 at 960 (8: 1.14) and 1.05
+    # at 2048 (1.14). At most 64 rows in one running sum.
+    warps = min(32, max(4, block // 1024))
     programs = PROCESSORS * (8 if width <= 768 else 4)
     programs = max(programs, triton.cdiv(n_rows, 64 * rows))
-    return BackwardTile(span, rows, warps, min(programs, triton.cdiv(n_rows, rows)), 3)
+    stages = 3 if block <= 8192 else 1  # two rows of three FP32 tensors have to fit into shared memory
+    return BackwardTile(rows, warps, min(programs, triton.cdiv(n_rows, rows)), stages)
 
 
 def _backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +208,7 @@ def _backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Te
     partials = torch.empty((tile.programs, width), dtype=torch.float32, device=h.device)
     _rmsnorm_backward_kernel[(tile.programs,)](
         dy_rows, dh_rows, h_rows, weight, rstd, dx, partials, n_rows, *strides,
-        width, group, triton.cdiv(width, tile.span), tile.rows, tile.span, tile.stages, num_warps=tile.warps,
+        width, group, tile.rows, triton.next_power_of_2(width), tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return dx, partials
 

@@ -70,10 +70,7 @@ TINY = (Shape(2, 9, 48, 40, 4, 2, 16, 50), Shape(1, 5, 33, 96, 3, 1, 32, 20))
 TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
     "rmsnorm backward": [
         (rmsnorm, {"_backward_tile": lambda n, width, t=t: backward_tile(n, width, *t)})
-        for t in (
-            (256, 4, 4, 3), (256, 8, 2, 3), (256, 4, 3, 3), (256, 4, 4, 4), (256, 4, 4, 1), (256, 4, 2, 3),
-            (256, 4, 8, 3), (512, 4, 5, 3), (512, 8, 2, 3), (1024, 4, 8, 3), (1024, 4, 4, 3), (1024, 8, 2, 3),
-        )
+        for t in ((4, 8, 3), (4, 4, 3), (4, 6, 3), (4, 8, 4), (4, 4, 4), (8, 4, 3), (2, 8, 3), (4, 12, 3), (4, 2, 3))
     ],
     "swiglu": [
         (swiglu, {"BLOCK": b, "LONGEST_RUN": r, "WARPS": w})
@@ -92,12 +89,10 @@ TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
 }  # fmt: skip
 
 
-def backward_tile(n: int, width: int, span: int, warps: int, programs: int, stages: int) -> rmsnorm.BackwardTile:
+def backward_tile(n: int, width: int, warps: int, programs: int, stages: int) -> rmsnorm.BackwardTile:
     """`programs`: for each processor."""
-    span = max(span, (1 << (width - 1).bit_length()) // 4)  # a lane holds 32 elements of a row at most
-    warps = max(warps, span // 256)
-    rows = max(1, warps * 256 // span)
-    return rmsnorm.BackwardTile(span, rows, warps, min(programs * rmsnorm.PROCESSORS, -(-n // rows)), stages)
+    rows = max(1, 1024 >> (width - 1).bit_length())
+    return rmsnorm.BackwardTile(rows, warps, min(programs * rmsnorm.PROCESSORS, -(-n // rows)), stages)
 
 
 class Report:

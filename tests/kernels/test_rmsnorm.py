@@ -154,10 +154,10 @@ def test_a_stale_buffer_is_overwritten_once_and_then_added_to(implementation):
         assert_summed(buffer, times * dw)
 
 
-@pytest.mark.parametrize(("span", "rows", "programs"), [(32, 2, 3), (8, 1, 75), (4, 16, 1), (16, 4, 100)])
-def test_dw_is_right_however_rows_are_shared_out(monkeypatch, span, rows, programs):
+@pytest.mark.parametrize(("rows", "programs"), [(2, 3), (1, 75), (16, 1), (4, 100)])
+def test_dw_is_right_however_rows_are_shared_out(monkeypatch, rows, programs):
     torch.manual_seed(0)
-    monkeypatch.setattr(module, "_backward_tile", lambda n_rows, width: BackwardTile(span, rows, 4, programs, 3))
+    monkeypatch.setattr(module, "_backward_tile", lambda n_rows, width: BackwardTile(rows, 4, programs, 3))
     x, dy = torch.randn(75, 20), torch.randn(75, 20)
     weight = weight_of(20)
     _, _, dx = run("triton", x, weight, None, dy, None)
@@ -178,6 +178,7 @@ def test_many_partial_sums_are_added_without_loss():
 def test_a_running_sum_is_short_and_partial_sums_are_few(n_rows, width):
     tile = module._backward_tile(n_rows, width)
     assert -(-n_rows // (tile.rows * tile.programs)) <= 64
-    assert tile.span & (tile.span - 1) == 0 and -(-width // tile.span) <= 4
+    assert tile.warps <= 32
     assert tile.programs <= max(n_rows // 64, 8 * module.PROCESSORS)
     assert tile.programs * tile.rows < n_rows + tile.rows, "a program without rows"
+    assert (tile.stages - 1) * 3 * tile.rows * width * 4 <= 200 << 10, "shared memory"
