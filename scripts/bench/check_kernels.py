@@ -68,6 +68,10 @@ TINY = (Shape(2, 9, 48, 40, 4, 2, 16, 50), Shape(1, 5, 33, 96, 3, 1, 32, 20))
 
 # Other tiles, as what to patch in a module for a while.
 TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
+    "rmsnorm forward": [
+        (rmsnorm, {"_forward_tile": lambda width, e=e, w=w: (max(1, e >> (width - 1).bit_length()), w)})
+        for e, w in ((2048, 4), (4096, 4), (2048, 2), (1024, 2), (1024, 1), (2048, 8))
+    ],
     "rmsnorm backward": [
         (rmsnorm, {"_backward_tile": lambda n, width, t=t: backward_tile(n, width, *t)})
         for t in ((4, 8, 3), (4, 4, 3), (4, 6, 3), (4, 8, 4), (4, 4, 4), (8, 4, 3), (2, 8, 3), (4, 12, 3), (4, 2, 3))
@@ -273,7 +277,7 @@ def check_rmsnorm(bench: Bench, s: Shape) -> None:
         return run
 
     rows = 2 * n * width
-    bench.time("rmsnorm forward, fork", shape, 3 * rows + 4 * n, lambda: forward(False, True))
+    bench.time("rmsnorm forward, fork", shape, 3 * rows + 4 * n, lambda: forward(False, True), "rmsnorm forward")
     bench.time("rmsnorm forward, residual", shape, 4 * rows + 4 * n, lambda: forward(True))
     bench.time("rmsnorm forward", shape, 2 * rows + 4 * n, lambda: forward(False))
     bench.time("rmsnorm backward, residual", shape, 4 * rows + 4 * n, lambda: backward(True), "rmsnorm backward")
