@@ -86,7 +86,8 @@ def memory_lines(memory: MemoryPlan, device_bytes: int | None) -> list[str]:
     """The peak by part, and what the activations are."""
 
     def sizes(parts: dict[str, int]) -> str:
-        return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size)
+        # What would be shown as 0.00 is not.
+        return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**30 / 200)
 
     of_card = ""
     if device_bytes is not None:

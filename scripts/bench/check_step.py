@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from llmtrain.benchmark.tables import data_path, table, write_table
 from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.training.config import OptimizerConfig, ScheduleConfig
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.step import TrainStep
@@ -39,11 +40,12 @@ OPTIMIZER = OptimizerConfig(learning_rate=4e-4, weight_decay=0.1)
 def curve(
     order: SampleOrder, model: ModelConfig, *, device: str, precision: str, steps: int, batch: int, accumulate: int = 1,
     capture: bool | None = None, deterministic: bool = False, seed: int = 0, no_sync: bool = False,
+    checkpoint_activations: CheckpointActivations = "none",
 ) -> tuple[list[float], TrainStep]:
     """Losses of `steps` steps on the same samples in the same order, and the step they ended in."""
     step = TrainStep.build(
         model, OPTIMIZER, batch_size=batch, seq_len=order.seq_len, precision=precision, device=device,
-        deterministic=deterministic, seed=seed, capture=capture,
+        deterministic=deterministic, seed=seed, capture=capture, checkpoint_activations=checkpoint_activations,
     )  # fmt: skip
     schedule = ScheduleConfig(warmup_steps=steps // 4)  # short warmups spike, and spikes scatter
     losses = torch.zeros(steps, dtype=torch.float64, device=device)
@@ -85,10 +87,14 @@ def bits(step: TrainStep) -> str:
 
 
 def deterministic_child(order: SampleOrder, model: ModelConfig, device: str, steps: int, batch: int) -> None:
-    losses, step = curve(
-        order, model, device=device, precision="bf16", steps=steps, batch=batch, accumulate=2, deterministic=True
-    )
-    print(json.dumps({"bits": bits(step), "loss": losses[-1], "captured": bool(step.graphs)}))
+    weights, captured = {}, {}
+    for mode in typing.get_args(CheckpointActivations):
+        losses, step = curve(
+            order, model, device=device, precision="bf16", steps=steps, batch=batch, accumulate=2, deterministic=True,
+            checkpoint_activations=mode,
+        )  # fmt: skip
+        weights[mode], captured[mode] = bits(step), bool(step.graphs)
+    print(json.dumps({"bits": weights, "loss": losses[-1], "captured": captured}))
 
 
 def markdown(result: dict, source: str) -> str:
@@ -169,6 +175,8 @@ def main() -> None:
         children.append(json.loads(child.stdout.splitlines()[-1]))
     same = children[0]["bits"] == children[1]["bits"]
     check("two deterministic processes differ", float(not same), 0.0, **children[0])
+    kinds = len(set(children[0]["bits"].values()))
+    check("weights that differ by --checkpoint-activations", float(kinds - 1), 0.0)
 
     print(f"{time.time() - began:.0f} s")
     if args.output:
