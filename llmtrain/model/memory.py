@@ -58,9 +58,7 @@ def kept_by_layer(
         "gate and up": 2 * f * n * width,
         "SwiGLU": 0 if selective else f * n * width,
     }
-    if c.qk_norm:
-        kept["statistics"] += 4 * (c.n_heads + c.n_kv_heads) * n
-    elif selective:
+    if selective and not c.qk_norm:
         kept["qkv"] = kv * n * width  # a copy of v
     if attention == EFFICIENT:
         kept["statistics"] += 4 * c.n_heads * n // seq_len * (-(-seq_len // 32) * 32)
