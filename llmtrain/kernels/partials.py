@@ -14,7 +14,7 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
-ROWS, COLS, WARPS = 1024, 8, 16
+ROWS, COLS, WARPS = 2048, 8, 16
 """Tile of the second stage, at most: 32 bytes (one sector) of each of many rows, so that narrow sums still fill the
 card, and that one tile is mostly enough."""
 
