@@ -1,5 +1,6 @@
 """`llmtrain inspect`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +33,7 @@ def command(path: Path) -> None:
 def kind_of(path: Path) -> Literal["token file", "checkpoint", "run"]:
     """What there is at `path`. Raises InputMissing where nothing is, BadData for a folder that is neither, UsageError
     for a part of a token file."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise InputMissing(f"{path}: no such file or folder: check the path")
     if not path.is_dir():
         whole = path.with_suffix("")
@@ -82,13 +83,13 @@ def token_file_lines(path: Path) -> Iterator[Line]:
     yield "vocabulary", f"{manifest['vocab_size']:,}; largest id {manifest['max_id']}, EOS {manifest['eos_id']}"
     yield "tokenizer", f"{manifest['tokenizer']['file']} (sha256 {manifest['tokenizer']['sha256'][:16]})"
     yield "engine", " ".join(str(manifest["engine"].get(name, "")) for name in ("name", "version"))
-    inputs = [one for one in manifest.get("inputs") or [] if isinstance(one, dict)]
-    size = sum(one.get("bytes", 0) for one in inputs)
+    inputs = manifest["inputs"]
+    size = sum(one["bytes"] for one in inputs)
     per_token = f", {size / file.tokens:.3f} bytes a token" if size else ""
     yield "inputs", f"{len(inputs):,} files, {in_bytes(size)}{per_token}"
     skipped: dict[str, int] = {}
     for one in inputs:
-        for reason, count in (one.get("skipped") or {}).items():
+        for reason, count in one["skipped"].items():
             skipped[reason] = skipped.get(reason, 0) + count
     if skipped:
         yield "skipped", ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))

@@ -14,9 +14,11 @@ MAX_VOCAB_SIZE = 1 << 16
 MIN_VOCAB_SIZE = 257
 
 
-def _check_inputs(inputs: tuple[str, ...], document: str) -> None:
+def _check_files(inputs: tuple[str, ...], output: Path, document: str) -> None:
     if not inputs or not all(inputs):
         raise ValueError(f"inputs = {inputs!r}: name at least one file, folder or glob")
+    if not output.name:
+        raise ValueError(f"output = '{output}': names no file")
     if document not in (FILE, LINE) and (not document or "\n" in document):
         raise ValueError(f"document = {document!r}: must be 'file', 'line' or the text of a separator line")
 
@@ -44,7 +46,7 @@ class TokenizerConfig:
     """What a document that is not UTF-8 does: stop the command, or be left out."""
 
     def __post_init__(self) -> None:
-        _check_inputs(self.inputs, self.document)
+        _check_files(self.inputs, self.output, self.document)
         if not MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size = {self.vocab_size}: must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
         if self.sample_bytes < 1:
@@ -77,7 +79,7 @@ class TokenizeConfig:
     """What a document that is not UTF-8 does: stop the command, or be left out and counted."""
 
     def __post_init__(self) -> None:
-        _check_inputs(self.inputs, self.document)
+        _check_files(self.inputs, self.output, self.document)
         if not (math.isfinite(self.holdout) and 0 <= self.holdout < 1):
             raise ValueError(f"holdout = {self.holdout}: must be at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:

@@ -8,7 +8,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.storage.errors import BadData, InputMissing, read_error
+from llmtrain.storage.errors import BadData, InputMissing, UsageError, read_error
 
 FILE = "file"
 LINE = "line"
@@ -45,6 +45,14 @@ def find_files(inputs: Sequence[str], exclude: Iterable[Path] = ()) -> list[Path
                 seen.add(real)
                 found.append(path)
     return found
+
+
+def refuse_to_overwrite(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[Path]) -> None:
+    """Raises UsageError where a file that was named to be read is one that would be written."""
+    read = {os.path.realpath(path) for path in inputs}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise UsageError(f"{shown(path)}: is read and would be written too: give --output another name")
 
 
 def _expand(name: str) -> list[Path]:

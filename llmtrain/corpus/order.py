@@ -101,6 +101,8 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
             name = Path(path).name.removesuffix(".u16")
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"--tokens {spec}: the weight {after} is not above 0: leave the source out or weigh it")
+        if not 1e-100 < weight < 1e100:  # sums and shares stay finite
+            raise UsageError(f"--tokens {spec}: the weight {after} is out of bounds: weights are shares, as 1 and 3")
         sources.append((name, path, weight))
     if not sources:
         raise UsageError("--tokens is missing: name a token file, [NAME=]PATH[:WEIGHT]")

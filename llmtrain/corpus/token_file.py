@@ -21,6 +21,7 @@ from llmtrain import __version__
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, UsageError, read_error
 from llmtrain.storage.manifest import read_json
+from llmtrain.storage.reading import open_file
 
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
@@ -142,19 +143,26 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     for name in ("file", "sha256"):
         if not isinstance(manifest["tokenizer"].get(name), str):
             refuse(f"the tokenizer's {name} is missing")
+    if not isinstance(manifest.get("inputs"), list) or not all(map(_is_input, manifest["inputs"])):
+        refuse("inputs is no list of {path, bytes, documents, tokens, skipped}")
     blocks = -(-manifest["tokens"] * 2 // BLOCK_BYTES)
     if not isinstance(manifest.get("sha256"), list) or list(map(type, manifest["sha256"])) != [str] * blocks:
         refuse(f"sha256 does not hold one hash for each of its {blocks} blocks")
     return manifest
 
 
+def _is_input(one: Any) -> bool:
+    """Whether it is an entry of the manifest's `inputs`."""
+    if not isinstance(one, dict) or not isinstance(one.get("path"), str) or not isinstance(one.get("skipped"), dict):
+        return False
+    counts = [one.get(name) for name in ("bytes", "documents", "tokens")]
+    return all(type(count) is int for count in (*counts, *one["skipped"].values()))
+
+
 def _size(path: Path) -> int:
-    """Bytes of a file that can be read. Raises InputMissing, StorageFailure."""
-    try:
-        with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise read_error(error, path) from None
+    """Bytes of a plain file that can be read. Raises InputMissing, StorageFailure, BadData."""
+    with open_file(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _mapping(array: np.memmap) -> mmap.mmap:

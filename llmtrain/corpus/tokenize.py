@@ -15,7 +15,16 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
-from llmtrain.corpus.documents import blocks, file_size, find_files, not_utf8, plural, read_documents, shown
+from llmtrain.corpus.documents import (
+    blocks,
+    file_size,
+    find_files,
+    not_utf8,
+    plural,
+    read_documents,
+    refuse_to_overwrite,
+    shown,
+)
 from llmtrain.corpus.token_file import BlockHashes, docs_path, manifest_path, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Task, encode_blocks
@@ -46,7 +55,9 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int = BLOCK_BYTES) -> None:
     tokenizer.require_u16()
     outputs = [config.output] + ([held_out_path(config.output)] if config.holdout else [])
     # A folder may well hold what this command itself reads and writes.
-    files = find_files(config.inputs, [config.tokenizer, *(name for path in outputs for name in _names(path))])
+    written = [name for path in outputs for name in _names(path)]
+    refuse_to_overwrite([config.tokenizer, *config.inputs], written)
+    files = find_files(config.inputs, [config.tokenizer, *written])
     counts = _Counts(files, config.on_bad)
     workers = min(config.workers or _cores(), counts.total // block_bytes + 1)
     with _stop_signals() as check:
@@ -165,7 +176,7 @@ class _NothingToKeep(Exception):
 @contextmanager
 def _part(path: Path, files: int) -> Iterator[_Part]:
     """A part under temporary names, which has its final ones at the end unless no document came."""
-    if manifest_path(path).is_dir():
+    if os.path.isdir(manifest_path(path)):
         raise write_error(IsADirectoryError(errno.EISDIR, ""), manifest_path(path), "created")
     with suppress(_NothingToKeep), atomic_file(docs_path(path)) as docs, atomic_file(path) as ids:
         part = _Part(path, ids, docs, files)

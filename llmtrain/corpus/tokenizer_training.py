@@ -8,7 +8,16 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
-from llmtrain.corpus.documents import falls_within, file_size, find_files, not_utf8, plural, read_documents, shown
+from llmtrain.corpus.documents import (
+    falls_within,
+    file_size,
+    find_files,
+    not_utf8,
+    plural,
+    read_documents,
+    refuse_to_overwrite,
+    shown,
+)
 from llmtrain.storage.atomic import write_bytes
 from llmtrain.storage.errors import BadData
 
@@ -19,6 +28,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     Raises InputMissing, BadData, CannotCreate, StorageFailure.
     """
     begin = time.perf_counter()
+    refuse_to_overwrite(config.inputs, [config.output])
     files = find_files(config.inputs, [config.output])
     total = sum(map(file_size, files))
     counts = {"documents": 0, "bytes": 0, "left out": 0}

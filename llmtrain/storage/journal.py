@@ -5,10 +5,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from io import BufferedReader
 from types import TracebackType
 
 from llmtrain.storage.atomic import PathLike, atomic_file, fsync_folder, json_bytes
 from llmtrain.storage.errors import read_error, write_error
+from llmtrain.storage.reading import open_file
 
 
 class JsonLines:
@@ -87,7 +89,7 @@ class JsonLines:
 def _lines(path: PathLike) -> Iterator[tuple[bytes, dict]]:
     """Each line that is whole, its end included, and what it says."""
     try:
-        with open(path, "rb") as file:
+        with BufferedReader(open_file(path)) as file:
             for raw in file:
                 try:
                     line = json.loads(raw)

@@ -5,13 +5,14 @@ import json
 
 from llmtrain.storage.atomic import PathLike, json_bytes
 from llmtrain.storage.errors import BadData, read_error
+from llmtrain.storage.reading import open_file
 
 
 def sha256_file(path: PathLike) -> str:
     """The sha256 of the file's bytes in hex. Raises InputMissing, StorageFailure."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        with open_file(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise read_error(error, path) from error
 
@@ -52,7 +53,7 @@ def _canonical_sha256(value: dict) -> str:
 
 def _read(path: PathLike) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return file.read()
     except OSError as error:
         raise read_error(error, path) from error

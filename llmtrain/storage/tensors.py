@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from llmtrain.storage.atomic import AtomicFile, PathLike, atomic_file
 from llmtrain.storage.errors import BadData, read_error
+from llmtrain.storage.reading import open_file
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -166,8 +167,8 @@ def _begin_to_write_out(file: AtomicFile) -> None:
 def _open(path: PathLike) -> Iterator[BinaryIO]:
     """The file, unbuffered, its read errors turned into ours."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            yield file  # type: ignore[misc]
+        with open_file(path) as file:
+            yield file
     except OSError as error:
         raise read_error(error, path) from error
 

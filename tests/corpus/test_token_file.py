@@ -327,3 +327,25 @@ def test_100_gb_open_at_once(tmp_path, form):
     assert total == 0
     assert megabytes < 50
     assert seconds < 1
+
+
+@pytest.mark.parametrize("which", ["", ".json", ".docs"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_without_waiting_for_a_writer(which: str, tmp_path: Path):
+    path = write_documents(tmp_path / "c.u16", some_documents(5))
+    Path(f"{path}{which}").unlink()
+    os.mkfifo(f"{path}{which}")
+    with pytest.raises(BadData, match="pipe"):
+        TokenFile.open(path)
+
+
+@pytest.mark.parametrize(
+    "inputs", [3, [3], [{}], [{"path": "a", "bytes": "many", "documents": 1, "tokens": 1, "skipped": {}}],
+               [{"path": "a", "bytes": 1, "documents": 1, "tokens": 1, "skipped": {"empty": "some"}}]],
+)  # fmt: skip
+def test_a_manifest_whose_inputs_are_something_else_is_refused(inputs: object, tmp_path: Path):
+    path = write_documents(tmp_path / "c.u16", some_documents(5))
+    manifest = json.loads(manifest_path(path).read_text())
+    del manifest["manifest_sha256"]
+    manifest_path(path).write_text(json.dumps(manifest | {"inputs": inputs}))
+    with pytest.raises(BadData, match="inputs"):
+        TokenFile.open(path)

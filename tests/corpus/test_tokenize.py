@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmtrain.corpus import tokenize as work
-from llmtrain.corpus.config import TokenizeConfig
+from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
 from llmtrain.corpus.documents import falls_within
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.tokenize import held_out_path, tokenize
 from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
+from llmtrain.corpus.tokenizer_training import train_tokenizer
 from llmtrain.corpus.workers import encode_block
-from llmtrain.storage.errors import BadData, CannotCreate, InputMissing, StorageFailure
+from llmtrain.storage.errors import BadData, CannotCreate, InputMissing, StorageFailure, UsageError
 from tests.corpus.test_workers import no_worker_is_left
 
 # Fixed text, so that the documents chosen by their content are the same everywhere.
@@ -296,3 +297,30 @@ def test_names_that_are_not_utf8_are_counted_and_recorded(here: Path, capsys: py
     tokenize(CONFIG)
     assert read() == ["text"]
     assert "text/caf\ufffd.txt: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("output", ["tokenizer.json", "tokenizer", "a.txt", "links/../a.txt", "link"])
+def test_an_output_that_would_replace_what_is_read_is_refused(output: str, here: Path):
+    Path("a.txt").write_text("a text")
+    Path("link").symlink_to("a.txt")
+    Path("links").mkdir()
+    before = {path: path.read_bytes() for path in here.iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match="would be written"):
+        tokenize(replace(CONFIG, inputs=("a.txt", "text"), output=Path(output)))
+    if output != "tokenizer":
+        config = TokenizerConfig(inputs=("tokenizer.json", "a.txt"), output=Path(output), vocab_size=300)
+        with pytest.raises(UsageError, match="would be written"):
+            train_tokenizer(config)
+    assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == before
+
+
+def test_an_output_whose_name_is_too_long_is_one_error(here: Path):
+    put(["text"])
+    with pytest.raises(CannotCreate, match="name is too long"):
+        tokenize(replace(CONFIG, output=Path("y" * 300)))
+
+
+def test_an_output_without_a_name_is_refused():
+    for config in (TokenizeConfig, TokenizerConfig):
+        with pytest.raises(ValueError, match="names no file"):
+            config(output=Path(""))
