@@ -9,7 +9,7 @@ import click
 
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.cli.options import ConfigCommand, build, config_options
-from llmtrain.cli.train import read_tables
+from llmtrain.cli.train import preset_path, read_tables
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.config import DataConfig, RunConfig
@@ -43,12 +43,6 @@ def step_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(options):
         function = option(function)
     return function
-
-
-def preset_path(name: str) -> Path:
-    """The file itself, or configs/NAME.toml."""
-    path, preset = Path(name), Path("configs", f"{name}.toml")
-    return preset if not path.exists() and preset.exists() else path
 
 
 def what_to_run(

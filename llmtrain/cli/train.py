@@ -18,18 +18,28 @@ EPILOG = """Example:
 
 
 @click.command(cls=ConfigCommand, epilog=EPILOG)
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with any of the settings.")
+@click.option(
+    "--config", "preset", metavar="FILE|NAME",
+    help="TOML file with any of the settings, or the name of one in configs/.",
+)  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint; start where there is none.")
 @config_options(*SECTIONS.values())
-def command(given: dict[str, Any], config_file: Path | None, resume: bool) -> None:
+def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
     """Train a language model on token files, or go on with a run.
 
     What stands on the command line goes before --config, and that before the defaults. With --resume, settings not
     given come from the run itself.
     """
-    from llmtrain.training.run import train
+    config = configuration(given, preset_path(preset) if preset else None, resume)
+    from llmtrain.training.run import train  # imports torch, which a mistake in the configuration need not wait for
 
-    train(configuration(given, config_file, resume), resume)
+    train(config, resume)
+
+
+def preset_path(name: str) -> Path:
+    """The file itself, or configs/NAME.toml."""
+    path, preset = Path(name), Path("configs", f"{name}.toml")
+    return preset if not path.exists() and preset.exists() else path
 
 
 def configuration(given: dict[str, Any], config_file: Path | None, resume: bool) -> TrainConfig:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmtrain.cli.bench import command, preset_path, what_to_run
+from llmtrain.cli.bench import command, what_to_run
+from llmtrain.cli.train import preset_path
 from llmtrain.storage.errors import InputMissing, UsageError
 
 ROOT = Path(__file__).parents[2]

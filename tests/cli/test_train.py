@@ -160,3 +160,20 @@ def test_cuda_where_there_is_none(here, capfd, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, error = failure(capfd, "--run-dir", "run", *SMALL, "--device", "cuda")
     assert code == 2 and "cuda" in error
+
+
+def test_a_preset_is_named_as_in_bench(here, capfd):
+    (here / "configs").mkdir()
+    (here / "configs/tiny.toml").write_text("[schedule]\ntotal_steps = 2\n")
+    options = [word for word in SMALL if word not in ("--total-steps", "3")]
+    assert run_cli(["train", "--config", "tiny", "--run-dir", "run", *options]) == 0
+    assert checkpoint.list_steps(here / "run") == [2]
+
+
+def test_a_mistake_in_the_configuration_is_said_before_torch_is_imported():
+    look = (
+        "import sys\nfrom llmtrain.cli.main import run\ncode = run(['train', '--warmup-steps', '-1'])\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", look], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "2 False\n" and "warmup_steps must be 0 or more" in done.stderr
