@@ -101,7 +101,8 @@ class RunLog:
             f"eta {duration(left / rate)}"
         )
         if self.live:
-            self.live.update(Text(text), refresh=True)
+            # Wrapped where the terminal is narrow: what is cut off at its edge would be the rate and the time left.
+            self.live.update(Text(text, no_wrap=False, overflow="fold"), refresh=True)
         else:
             self.line(text)
 

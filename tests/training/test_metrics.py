@@ -1,0 +1,45 @@
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from llmtrain.storage.journal import JsonLines
+from llmtrain.training.metrics import RunLog, duration
+
+# 100 steps of 4 sequences of 256 tokens.
+PLAN = SimpleNamespace(
+    total_samples=400, total_steps=100, samples=lambda step: 4 * step, flops_per_token=2e6, rerun_flops_per_token=0.0,
+    peak_flops=None,
+)  # fmt: skip
+FIGURES = {"lm_loss": 6.5, "aux_loss": 0.0, "grad_norm": 1.25}
+
+
+def shown(run_dir: Path, **console) -> str:
+    run_dir.mkdir()
+    out = io.StringIO()
+    log = RunLog(run_dir, 1, PLAN, Console(file=out, soft_wrap=True, highlight=False, **console))
+    log.train(25, 25 * 1024, 0.5, FIGURES, 3e-4, rate=1024.0)
+    log.close()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_live_line_keeps_its_end_on_a_narrow_terminal(width, tmp_path):
+    text = shown(tmp_path / "run", force_terminal=True, width=width, height=30)
+    assert "epoch 0.50 step 25/100" in text and "tok/s 1,024" in text.replace("\n", "") and "eta 1m15s" in text
+
+
+def test_elsewhere_a_line_is_plain_and_whole(tmp_path):
+    text = shown(tmp_path / "run", force_terminal=False, width=40)
+    assert text == (
+        "epoch 0.50 step 25/100 loss 6.5000 ppl 665.14 aux 0.0000 lr 3.00e-04 grad 1.25 tok/s 1,024 0.00205 TFLOP/s "
+        "eta 1m15s\n"
+    )
+    (line,) = JsonLines.read(tmp_path / "run/metrics.jsonl")
+    assert (line["tok_per_s"], line["tflops"], line["mfu"]) == (1024.0, 1024 * 2e6 / 1e12, None)
+
+
+def test_lengths_of_time():
+    assert [duration(s) for s in (0.4, 59.6, 750, 11100, 187200)] == ["0s", "1m00s", "12m30s", "3h05m", "2d04h"]
