@@ -3,12 +3,19 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from llmtrain.storage import atomic
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STDOUT = 1
+
+
+def _write(text: str) -> None:
+    with suppress(OSError):
+        os.write(STDOUT, text.encode())
 
 
 class StopFlag:
@@ -24,9 +31,14 @@ class StopFlag:
         return self
 
     def _raise_flag(self, number: int, frame: FrameType | None) -> None:
+        # Not print(): the signal may have come in the middle of one.
+        on_terminal = os.isatty(STDOUT)
         if self.signal is not None:
+            _write("\x1b[?25h\n" * on_terminal)  # the live line has hidden the cursor
             os._exit(128 + number)
         self.signal = number
+        # A step may take minutes.
+        _write("\n" * on_terminal + f"{self.name}: stops when this step is done and saved; once more ends at once\n")
 
     def __bool__(self) -> bool:
         return self.signal is not None

@@ -14,12 +14,15 @@ from llmtrain.storage.lock import RunLock
 from llmtrain.training import checkpoint, start
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.lifecycle import StopFlag, write_status
-from llmtrain.training.metrics import RunLog, Throughput
+from llmtrain.training.metrics import RunLog, Throughput, duration
 from llmtrain.training.plan import Plan, describe, make_plan
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
 from llmtrain.training.step import make_deterministic
 from llmtrain.training.validate import validate
+
+LONG_STEP = 20.0
+"""Seconds of silence that a person begins to wonder about."""
 
 
 def train(config: TrainConfig, resume: bool) -> None:
@@ -85,13 +88,23 @@ def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> Non
     log.event(run.at_step, tokens, "first_step", text, seconds=seconds)
 
 
+def _say_pace(run: Started, plan: Plan, log: RunLog, micro_batches: int, seconds: float) -> None:
+    """A step on a CPU may take many minutes, and shows nothing before it is done."""
+    if run.device.type == "cpu" and micro_batches * seconds > LONG_STEP:
+        left = (plan.total_samples - plan.samples(run.at_step)) / run.config.run.batch_size
+        log.line(
+            f"step {run.at_step}: the first of {micro_batches} micro-batches took {seconds:.1f} s, so a step about "
+            f"{duration(micro_batches * seconds)}, the run {duration(left * seconds)}"
+        )
+
+
 def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     """Trains from run.at_step to the plan's end."""
     settings, seq_len, step = run.config.run, run.config.data.seq_len, run.step
     saved_at = run.at_step if run.at_step else -1
     first = run.at_step + 1
     throughput = Throughput()
-    began, waited = time.perf_counter(), 0.0
+    waited = 0.0
 
     def tokens() -> int:
         return plan.samples(run.at_step) * seq_len
@@ -114,6 +127,10 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     def evaluate() -> None:
         throughput.pause()
         for source in run.validation:
+            if run.at_step == 0:
+                windows = source.file.windows(seq_len)
+                windows = min(settings.val_windows or windows, windows)
+                log.line(f"step 0: evaluates {source.name} on {windows} windows of {seq_len} tokens")
             figures = validate(step.model, source, run.config, run.device)
             log.write("eval", run.at_step, tokens(), source=source.name, **figures)
             log.line(f"step {run.at_step}: {source.name} " + ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
@@ -126,6 +143,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     if run.at_step == 0:
         evaluate()
 
+    began = time.perf_counter()
     stream = BatchStream(
         run.order,
         start=plan.samples(run.at_step),
@@ -146,9 +164,12 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
 
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
             lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
-            for i in range(math.ceil(samples / settings.batch_size)):
+            micro_batches = math.ceil(samples / settings.batch_size)
+            for i in range(micro_batches):
                 batch = next(stream)
                 step.micro_step(batch.ids, batch.targets, first=i == 0)
+                if i == 0 and run.at_step + 1 == first and micro_batches > 1:
+                    _say_pace(run, plan, log, micro_batches, time.perf_counter() - began)
             step.optimizer_step(lr)
             run.at_step += 1
             throughput.add(samples * seq_len)

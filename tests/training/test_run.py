@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,32 @@ def test_intervals_change_no_loss_by_one_bit(corpus, undisturbed, tmp_path):
     assert checkpoint.list_steps(tmp_path / "run") == [12, 9, 6]
 
 
+def test_a_long_first_step_says_how_long_before_it_is_done(corpus, tmp_path, monkeypatch, capsys):
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(run, "LONG_STEP", 0)
+    micro_step = run.start.TrainStep.micro_step
+    said: list[str] = []
+
+    def watched(self, ids, targets, first):
+        said.append(capsys.readouterr().out)
+        micro_step(self, ids, targets, first)
+
+    monkeypatch.setattr(run.start.TrainStep, "micro_step", watched)
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: 100.0 * next(ticks)))
+    run.train(config(corpus, tmp_path / "run", run={"batch_size": 2}), resume=False)
+    # 12 steps of 3 micro-batches; each look at the clock is 100 s after the one before.
+    paces = ["the first of 3 micro-batches took 100.0 s, so a step about 5m00s, the run 1h00m" in text for text in said]
+    assert paces == [False, True] + [False] * 34
+
+
+def test_the_first_evaluation_says_what_it_reads_and_no_later_one(corpus, tmp_path, capsys):
+    held_out = write_corpus(tmp_path / "val.u16", 200, seed=1)
+    asked = config(corpus, tmp_path / "run", run={"val_every": 4, "val_windows": 5})
+    run.train(replace(asked, data=replace(asked.data, val_tokens=(str(held_out),))), resume=False)
+    out = capsys.readouterr().out
+    assert out.count("evaluates") == 1 and "step 0: evaluates val on 5 windows of 16 tokens\n" in out
+
+
 def test_a_finished_run_resumed_is_finished(corpus, undisturbed, tmp_path):
     before = tensors_of(undisturbed, 12)
     run.train(config(corpus, undisturbed), resume=True)
@@ -234,7 +261,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_75_and_resume_goes_on(corpus,
             process.send_signal(signal.SIGTERM)
             break
     asked = time.monotonic()
-    process.stdout.read()
+    assert "SIGTERM: stops when this step is done" in process.stdout.read()
     error = process.stderr.read()
     assert process.wait() == 75, error
     killer.cancel()
