@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from llmtrain.storage.errors import BadData, InputMissing, UsageError
+from llmtrain.storage.units import in_bytes
 
 if TYPE_CHECKING:
     from llmtrain.corpus.token_file import TokenFile
@@ -52,16 +53,6 @@ def open_token_file(path: Path) -> "TokenFile":
     from llmtrain.corpus.token_file import MAX_VOCAB, TokenFile, manifest_path
 
     return TokenFile.open(path, None if manifest_path(path).exists() else MAX_VOCAB)
-
-
-def in_bytes(n: int) -> str:
-    """As people read it: 1.23 GB."""
-    size, unit = float(n), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{n:,} bytes" if unit == "bytes" else f"{size:,.2f} {unit}"
 
 
 def token_file_lines(path: Path) -> Iterator[Line]:

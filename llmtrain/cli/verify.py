@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from llmtrain.cli.inspect import in_bytes, kind_of, open_token_file
+from llmtrain.cli.inspect import kind_of, open_token_file
 from llmtrain.storage.errors import BadData, InputMissing
+from llmtrain.storage.units import in_bytes
 
 
 @click.command()

@@ -17,7 +17,9 @@ from llmtrain.model.flops import (
     rerun_flops_per_token,
 )
 from llmtrain.model.memory import MemoryPlan, training_memory
+from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
+from llmtrain.training.schedule import learning_rate
 
 MFU_GUESS = 0.4
 """Share of the peak that the expected hours assume, until the first log line knows better."""
@@ -83,24 +85,39 @@ def checkpoint_bytes(config: TrainConfig) -> int:
 
 
 def memory_lines(memory: MemoryPlan, device_bytes: int | None) -> list[str]:
-    """The peak by part, and what the activations are."""
+    """The peak by part, and what the activations are; parts that round to nothing are left out."""
+    unit, size_of_unit, digits = ("GiB", 2**30, 2) if memory.peak >= 2**30 else ("MiB", 2**20, 1)
+
+    def in_unit(size: float) -> str:
+        return f"{size / size_of_unit:,.{digits}f}"
 
     def sizes(parts: dict[str, int]) -> str:
-        # What would be shown as 0.00 is not.
-        return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**30 / 200)
+        return ", ".join(f"{name} {in_unit(size)}" for name, size in parts.items() if float(in_unit(size)))
 
     of_card = ""
     if device_bytes is not None:
-        of_card = f" of the card's {device_bytes / 2**30:.1f}"
+        of_card = f" of the card's {in_unit(device_bytes)}"
         if memory.peak > device_bytes:
             of_card += ", so IT WILL NOT FIT: lower --batch-size, or see --checkpoint-activations"
     activations = sum(memory.activations.values())
     phase = memory.peak_phase
     parts = {**memory.fixed, "activations": activations, phase: memory.passing[phase]}
     return [
-        f"memory      {memory.peak / 2**30:.2f} GiB at the peak{of_card}: {sizes(parts)}",
-        f"activations {activations / 2**30:.2f} GiB: {sizes(memory.activations)}",
+        f"memory      {in_unit(memory.peak)} {unit} at the peak{of_card}: {sizes(parts)}",
+        f"activations {in_unit(activations)} {unit}: {sizes(memory.activations)}",
     ]
+
+
+def schedule_line(config: TrainConfig, total_steps: int) -> str:
+    """The learning rate's peak and end, and whether the run gets there."""
+    peak, warmup = config.optimizer.learning_rate, config.schedule.warmup_steps
+    end = learning_rate(total_steps - 1, total_steps, config.optimizer, config.schedule)
+    if total_steps < warmup:
+        return (
+            f"schedule    lr rises to {end:.2e}, as THE RUN ENDS IN ITS WARMUP: {peak:.2e} is reached at step "
+            f"{warmup:,}: lower --warmup-steps"
+        )
+    return f"schedule    lr rises to {peak:.2e} over {warmup:,} steps and ends at {end:.2e}"
 
 
 def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str) -> list[str]:
@@ -122,8 +139,9 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
         f"micro-batch{'es' if micro > 1 else ''} of {run.batch_size}",
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
-        f"{total_tokens / counts.total:.1f} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
+        f"{_few(total_tokens / counts.total)} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
         "steps an epoch",
+        schedule_line(config, plan.total_steps),
     ]
     for (name, epochs), source in zip(
         order.source_epochs(plan.total_samples).items(), order.sources, strict=True
@@ -131,11 +149,11 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         lines.append(f"corpus      {name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs ({source.file.path})")
     lines += [
         *memory_lines(plan.memory, plan.device_bytes),
-        f"disk        {checkpoint_bytes(config) / 1e9:.2f} GB a checkpoint, {on_disk / 1e9:.2f} GB for those kept, "
-        f"{free / 1e9:.1f} GB free",
+        f"disk        {in_bytes(checkpoint_bytes(config))} a checkpoint, {in_bytes(on_disk)} for those kept, "
+        f"{in_bytes(free)} free",
         f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "
         f"(classic {classic_flops_per_token(model, seq_len) / 1e6:,.1f}), "
-        f"{plan.flops_per_token * total_tokens / 1e18:,.4g} EFLOPs in all",
+        f"{in_flops(plan.flops_per_token * total_tokens)} in all",
     ]
     if plan.peak_flops is not None:
         hours = plan.flops_per_token * total_tokens / plan.peak_flops / MFU_GUESS / 3600
@@ -143,6 +161,11 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     else:
         lines.append("time        known from the first log line on (no peak rate on record for this device)")
     return lines
+
+
+def _few(number: float) -> str:
+    """One decimal; below 1 two digits, so that a little is not 0.0."""
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 
 def _existing(path: Path) -> Path:

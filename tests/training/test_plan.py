@@ -1,7 +1,12 @@
 import re
+from dataclasses import replace
 
+from llmtrain.model.flops import flops_per_token, parameter_counts
 from llmtrain.model.memory import MemoryPlan
-from llmtrain.training.plan import memory_lines
+from llmtrain.storage.units import in_bytes, in_flops
+from llmtrain.training.plan import memory_lines, schedule_line
+from llmtrain.training.run import train
+from tests.training.conftest import config
 
 GIB = 2**30
 PLAN = MemoryPlan(
@@ -13,7 +18,7 @@ PLAN = MemoryPlan(
 
 def test_the_parts_of_the_memory_line_add_up_to_its_peak():
     first, second = memory_lines(PLAN, 80 * GIB)
-    assert "11.00 GiB at the peak of the card's 80.0" in first and "feed-forward's backward 1.00" in first
+    assert "11.00 GiB at the peak of the card's 80.00" in first and "feed-forward's backward 1.00" in first
     assert sum(map(float, re.findall(r" (\d+\.\d+)(?:,|$)", first.partition(": ")[2]))) == 11
     assert second == "activations 7.00 GiB: stream 5.00, qkv 2.00"
     assert "FIT" not in first and "card" not in memory_lines(PLAN, None)[0]
@@ -21,3 +26,38 @@ def test_the_parts_of_the_memory_line_add_up_to_its_peak():
 
 def test_what_will_not_fit_is_said_before_it_does_not():
     assert "WILL NOT FIT: lower --batch-size" in memory_lines(PLAN, 10 * GIB)[0]
+
+
+def test_the_memory_of_a_small_model_is_said_in_mib():
+    fixed = {"weights": 4 << 20, "tables": 1000}
+    small = MemoryPlan(fixed, activations={"qkv": 3 << 19}, passing={"head": 1 << 19})
+    assert memory_lines(small, 80 * GIB) == [
+        "memory      6.0 MiB at the peak of the card's 81,920.0: weights 4.0, activations 1.5, head 0.5",
+        "activations 1.5 MiB: qkv 1.5",
+    ]
+
+
+def test_the_schedule_says_what_the_learning_rate_comes_to(tmp_path):
+    settings = config(tmp_path / "c.u16", tmp_path / "run", warmup_steps=5)
+    # 1e-2; the update before the end is 6/7 through the cosine from 1e-2 to 1e-3: 1e-3 + 9e-3 * 0.0495.
+    assert schedule_line(settings, 12) == "schedule    lr rises to 1.00e-02 over 5 steps and ends at 1.45e-03"
+    assert schedule_line(settings, 5) == "schedule    lr rises to 1.00e-02 over 5 steps and ends at 1.00e-02"
+
+
+def test_a_run_that_ends_in_its_warmup_is_told_so(tmp_path):
+    line = schedule_line(config(tmp_path / "c.u16", tmp_path / "run", warmup_steps=2000), 5)
+    assert "rises to 2.50e-05" in line and "1.00e-02 is reached at step 2,000: lower --warmup-steps" in line
+
+
+def test_the_plan_adds_up(corpus, tmp_path, capsys):
+    train(config(corpus, tmp_path / "run", total_steps=3), resume=False)
+    out = capsys.readouterr().out
+    # 3 steps of 6 windows of 16; the corpus has 37 windows. The model of 96 x 32 and 2 blocks.
+    counts = parameter_counts(replace(config(corpus, tmp_path).model, vocab_size=96))
+    flops = flops_per_token(replace(config(corpus, tmp_path).model, vocab_size=96), 16)
+    assert "step        6 sequences x 16 = 96 tokens, in 2 micro-batches of 4\n" in out
+    assert f"run         3 steps, 288 tokens, {288 / counts.total:.2g} a parameter; 6.2 steps an epoch\n" in out
+    assert "corpus      corpus: 597 tokens, 0.49 epochs" in out
+    one = in_bytes(12 * counts.total)
+    assert f"disk        {one} a checkpoint, {one} for those kept" in out
+    assert f"{in_flops(288 * flops)} in all\n" in out

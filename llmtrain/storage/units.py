@@ -1,0 +1,20 @@
+"""Large numbers as people read them."""
+
+
+def in_bytes(n: float) -> str:
+    """1.23 GB; below a kilobyte to the byte."""
+    return f"{n:,} bytes" if n < 1000 else scaled(n, "B", "kB", "MB", "GB", "TB")
+
+
+def in_flops(n: float) -> str:
+    """8.34 TFLOPs."""
+    return scaled(n, *(f"{prefix}FLOPs" for prefix in ("", "k", "M", "G", "T", "P", "E", "Z")))
+
+
+def scaled(n: float, *units: str) -> str:
+    """With two decimals in the first of `units`, each 1000 times the one before, that leaves less than 1000."""
+    for unit in units[:-1]:
+        if round(n, 2) < 1000:
+            return f"{n:,.2f} {unit}"
+        n /= 1000
+    return f"{n:,.2f} {units[-1]}"
