@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from llmtrain.corpus.documents import plural
 from llmtrain.storage.errors import BadData, InputMissing, UsageError
 from llmtrain.storage.units import in_bytes
 
@@ -75,9 +76,8 @@ def token_file_lines(path: Path) -> Iterator[Line]:
     yield "tokenizer", f"{manifest['tokenizer']['file']} (sha256 {manifest['tokenizer']['sha256'][:16]})"
     yield "engine", " ".join(str(manifest["engine"].get(name, "")) for name in ("name", "version"))
     inputs = manifest["inputs"]
-    size = sum(one["bytes"] for one in inputs)
-    per_token = f", {size / file.tokens:.3f} bytes a token" if size else ""
-    yield "inputs", f"{len(inputs):,} files, {in_bytes(size)}{per_token}"
+    # No bytes a token: of these files a part of the documents may have been held out, or be all that this one holds.
+    yield "inputs", f"{plural(len(inputs), 'file')}, {in_bytes(sum(one['bytes'] for one in inputs))}"
     skipped: dict[str, int] = {}
     for one in inputs:
         for reason, count in one["skipped"].items():

@@ -62,7 +62,7 @@ def _expand(name: str) -> list[Path]:
     if os.path.exists(name):
         return [Path(name)]
     if not glob.has_magic(name):
-        raise InputMissing(f"{name}: no such file or folder: check the path given as --input")
+        raise InputMissing(f"{name}: no such file or folder: put text there, or name it with --input")
     matches = sorted(glob.glob(name, recursive=True), key=os.fsencode)
     if not matches:
         raise InputMissing(f"{name}: no file matches: check the pattern given as --input")

@@ -161,7 +161,7 @@ def _is_input(one: Any) -> bool:
 
 def _size(path: Path) -> int:
     """Bytes of a plain file that can be read. Raises InputMissing, StorageFailure, BadData."""
-    with open_file(path) as file:
+    with open_file(path, "check the path, or make it with `llmtrain tokenize-corpus`") as file:
         return os.fstat(file.fileno()).st_size
 
 

@@ -264,7 +264,8 @@ def _summary(parts: list[_Part], counts: _Counts, seconds: float) -> None:
         if part.documents:
             print(f"{shown(part.path)}: {part.tokens:,} tokens, {plural(part.documents, 'document')}{note}")
         else:
-            print(f"{shown(part.path)}: not written, no document fell into the share held out")
+            few = f"not written, none of {plural(parts[0].documents, 'document')} fell into the share held out"
+            print(f"{shown(part.path)}: {few}: raise --holdout, or see --document for what a document is")
     nbytes, tokens = sum(counts.bytes), sum(part.tokens for part in parts)
     left_out: dict[str, int] = {}
     for one in counts.left_out:

@@ -137,7 +137,8 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise read_error(error, path) from error
+        hint = "check the path, or make one with `llmtrain train-tokenizer`"
+        raise read_error(error, path, hint) from error
     return Tokenizer(data, os.fspath(path))
 
 

@@ -99,11 +99,13 @@ def write_error(error: OSError, path: str | os.PathLike[str], verb: str = "writt
     return StorageFailure(f"{os.fspath(path)}: cannot be {verb}: {reason}")
 
 
-def read_error(error: OSError, path: str | os.PathLike[str]) -> LlmtrainError:
+def read_error(
+    error: OSError, path: str | os.PathLike[str], if_missing: str = "check the path"
+) -> LlmtrainError:
     """The error to raise in place of `error`, met while reading `path`: InputMissing (66) where there is
-    no readable file, StorageFailure (74) where the disk fails."""
+    no readable file (`if_missing` says what to do where there is none), StorageFailure (74) where the disk fails."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
-        return InputMissing(f"{os.fspath(path)}: no such file: check the path")
+        return InputMissing(f"{os.fspath(path)}: no such file: {if_missing}")
     if error.errno in (errno.EACCES, errno.EPERM):
         return InputMissing(f"{os.fspath(path)}: permission denied: make it readable")
     if error.errno == errno.EISDIR:

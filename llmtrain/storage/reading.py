@@ -8,14 +8,14 @@ from io import FileIO
 from llmtrain.storage.errors import BadData, read_error
 
 
-def open_file(path: str | os.PathLike[str]) -> FileIO:
+def open_file(path: str | os.PathLike[str], if_missing: str = "check the path") -> FileIO:
     """The file, unbuffered, for reading. A pipe would keep the process waiting for a writer that may never come, and
     a device has no end. Raises InputMissing, StorageFailure, and BadData where it is no plain file."""
     try:
         # Of a plain file O_NONBLOCK changes nothing.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise read_error(error, path) from error
+        raise read_error(error, path, if_missing) from error
     try:
         if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):
             raise read_error(IsADirectoryError(errno.EISDIR, ""), path)

@@ -66,7 +66,7 @@ def test_a_token_file_is_described_from_its_manifest(tmp_path, capsys):
         "3, 333.3 tokens each",
         f"512; largest id {ids.max()}, EOS 0",
         "tokenizer.json (sha256 0000000000000000)",
-        "2 files, 4.00 kB, 4.000 bytes a token",
+        "2 files, 4.00 kB\n",
         "3 empty, 4 utf-8",
     ):
         assert text in out

@@ -88,7 +88,7 @@ def test_an_index_without_a_manifest_is_not_trusted(tmp_path):
     [
         (b"", BadData, "a.u16: is empty"),
         (b"\x01\x00\x02", BadData, "a.u16: its length of 3 bytes is odd"),
-        (None, InputMissing, "a.u16: no such file"),
+        (None, InputMissing, "a.u16: no such file: check the path, or make it with `llmtrain tokenize-corpus`"),
     ],
 )
 def test_what_is_no_token_file_is_refused(tmp_path, content, error, line):

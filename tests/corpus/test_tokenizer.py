@@ -212,7 +212,7 @@ def test_a_tokenizer_without_an_end_of_text_token_is_bad_data():
 
 
 def test_a_missing_tokenizer_is_a_missing_input(tmp_path: Path):
-    with pytest.raises(InputMissing, match="no such file"):
+    with pytest.raises(InputMissing, match="no such file: .* make one with `llmtrain train-tokenizer`"):
         load(tmp_path / "none.json")
 
 
