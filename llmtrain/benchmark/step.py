@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -126,14 +127,19 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
     return memory
 
 
-def measure_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
-    """Build, warm up and time a training step; raises torch.OutOfMemoryError where it does not fit."""
+def measure_step(shape: Shape, timing: TimingConfig, tell: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Build, warm up and time a training step; raises torch.OutOfMemoryError where it does not fit.
+
+    `tell` gets a line once the first step is done: the others may take minutes.
+    """
     device = pick_device(timing.device)
     begin = time.perf_counter()
     steps = RandomSteps(shape, timing, device)
     steps()
     first_loss = steps.step.metrics()["lm_loss"]
     first_step_s = time.perf_counter() - begin
+    if tell is not None:
+        tell(f"first step after {first_step_s:.1f} s; {2 * timing.warmup + timing.bursts} or more to go")
     count = steps_for(steps, timing.seconds, device, warmup=timing.warmup)
     # Alone on an idle device: within a burst the step waits for the one before the last.
     issue = median(burst(steps, 1, device).issue_s for _ in range(timing.warmup))

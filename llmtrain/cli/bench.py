@@ -1,5 +1,6 @@
 """`llmtrain bench`: a training step by itself, in figures and by kernel."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,8 @@ def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int |
     from llmtrain.benchmark.step import measure_step
     from llmtrain.benchmark.step_tables import step_markdown
 
-    data = {"kind": "step"} | measured(measure_step, shape, timing)
+    told = functools.partial(measure_step, tell=functools.partial(click.echo, err=True))
+    data = {"kind": "step"} | measured(told, shape, timing)
     show(data, step_markdown(data), output)
 
 

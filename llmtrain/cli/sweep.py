@@ -69,6 +69,7 @@ def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
     sweep = build(SweepConfig, given, tables.get("sweep", {}), f"{config} [sweep]")
     timing = build(TimingConfig, given, tables.get("timing", {}), f"{config} [timing]")
 
+    from llmtrain.benchmark.statistics import NOISY_SPREAD
     from llmtrain.benchmark.sweep import run_sweep
     from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_table
     from llmtrain.training.start import pick_device
@@ -84,6 +85,10 @@ def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
         click.echo(f"{len(data['rows'])}/{data['planned']}  {cells[0]}{again}: {cells[1]}{unit} {cells[-1]}".rstrip())
         write_table(output, data, sweep_markdown(data, data_path(output).relative_to(output.parent).as_posix()))
 
+    click.echo(
+        f"{len(rows)} rows, each given up after {sweep.row_timeout:g} s; ~: its bursts spread over "
+        f"{NOISY_SPREAD:.0%}, c: the machine was not idle"
+    )
     data = run_sweep(rows, sweep, timing, on_card, tell)
     click.echo(f"wrote {output} and {data_path(output)}")
     failed = [row for row in data["rows"] if row["status"] == "failed"]

@@ -81,6 +81,7 @@ def test_a_sweep_writes_its_table_and_goes_on_after_a_row_that_does_not_fit(tmp_
         command, ["--config", str(config), "--output", str(output)], catch_exceptions=False, standalone_mode=False
     )
     assert done.exception is None, done.output
+    assert done.stdout.startswith("3 rows, each given up after ") and "~: its bursts spread over 5%" in done.stdout
     data = json.loads((tmp_path / "docs" / "data" / "table.json").read_text())
     big, routed, small = data["rows"]
     assert big["status"] == "oom" and "allocate memory" in big["reason"]

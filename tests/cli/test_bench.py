@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,26 @@ def bench(*arguments: str):
 def test_a_step_is_measured_and_written_with_its_json(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "step.md"
-    shown = bench("step", *TINY, "--output", str(output)).output
+    ran = bench("step", *TINY, "--output", str(output))
+    shown = ran.stdout
     data = json.loads((tmp_path / "data" / "step.json").read_text())
     assert data["tokens_per_step"] == 32
     assert data["tok_per_s"] == pytest.approx(32 / data["step_ms"] * 1e3)
     assert data["last_loss"] < data["first_loss"]
     assert output.read_text() == shown and f"{data['tok_per_s']:,.0f}" in shown
+    assert re.fullmatch(r"first step after \d+\.\d s; 4 or more to go\n", ran.stderr)
+
+
+def test_the_steps_to_go_are_those_that_are_taken_at_least(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    from llmtrain.benchmark import step
+
+    taken: list[int] = []
+    one = step.RandomSteps.__call__
+    monkeypatch.setattr(step.RandomSteps, "__call__", lambda self: taken.append(one(self) or 1))
+    ran = bench("step", *TINY, "--seconds", "1e-9", "--warmup", "3", "--bursts", "4")
+    told = re.search(r"(\d+) or more", ran.stderr)
+    assert told and int(told[1]) == len(taken) - 1 == 10
 
 
 def test_a_profile_names_the_ops_of_a_step_and_what_share_they_take(tmp_path, monkeypatch):
