@@ -4,7 +4,8 @@
         --output docs/train-rate.md
 
 Each takes turns in a process of its own, twice; the training figure is the median of a run's log lines, its first left
-out. The corpus may have been tokenized with any vocabulary that the model's covers.
+out. Bursts of `bench step` last for seconds, as the run does: under load a card's clock falls within the first of them.
+The corpus may have been tokenized with any vocabulary that the model's covers.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def step_rate(args: argparse.Namespace, folder: Path) -> float:
     output = folder / "step.md"
     run(
         "bench", "step", "--config", args.config, "--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len),
-        "--accumulate", "1", "--output", str(output),
+        "--accumulate", "1", "--output", str(output), "--seconds", str(args.seconds), "--bursts", "2",
     )  # fmt: skip
     return json.loads((folder / "data/step.json").read_text())["tok_per_s"]
 
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=6, help="length of a burst of `bench step`")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
