@@ -9,19 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmtrain.benchmark.config import TimingConfig, shape_from
 from llmtrain.benchmark.step import measure_step
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """torch raises OutOfMemoryError for the card alone; its CPU allocator raises a RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC")
-    )
+from llmtrain.training.start import out_of_memory
 
 
 def run_row(request: dict[str, Any]) -> dict[str, Any]:

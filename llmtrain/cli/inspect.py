@@ -141,7 +141,8 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
     for label, names in (("train", ("lm_loss", "ppl", "lr", "tok_per_s")), ("eval", ("val_loss", "bits_per_byte"))):
         for kind, line in newest.items():
             if kind.partition(" ")[0] == label:
-                figures = ", ".join(f"{name} {line[name]:.5g}" for name in names if line.get(name) is not None)
+                known = [name for name in names if isinstance(line.get(name), int | float)]
+                figures = ", ".join(f"{name} {line[name]:.5g}" for name in known)
                 source = kind.partition(" ")[2]
                 yield label, f"step {line.get('step')}: {source + ': ' if source else ''}{figures}"
     steps = list_steps(run_dir)

@@ -2,10 +2,12 @@
 
 import errno
 import importlib
+import io
 import os
 import select
 import sys
 import traceback
+from contextlib import suppress
 
 import click
 
@@ -67,6 +69,16 @@ def cli() -> None:
 
 def main() -> None:
     """The console script."""
+    for descriptor in range(3):
+        # A closed one would be given to the next file that is opened, and what is printed would end up in that.
+        with suppress(OSError):
+            os.fstat(descriptor)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be what the terminal cannot show
     sys.exit(run(sys.argv[1:]))
 
 
@@ -91,11 +103,13 @@ def run(args: list[str]) -> int:
             # `llmtrain ... | head` has read enough. The interpreter's own flush at exit must not fail on it once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return StorageFailure.exit_code
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             failure = write_error(error, error.filename or "standard output")
             return report(error, str(failure), failure.exit_code)
         return report(error, internal(error), InternalError.exit_code)
     except Exception as error:
+        if isinstance(error, ValueError) and "embedded null" in str(error):  # only a configuration file can hold one
+            return report(error, "a path holds a NUL character, as no file has: correct it", UsageError.exit_code)
         return report(error, internal(error), InternalError.exit_code)
 
 

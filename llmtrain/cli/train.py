@@ -1,6 +1,7 @@
 """`llmtrain train`."""
 
 import dataclasses
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import BadData, UsageError, read_error
-from llmtrain.training.config import SECTIONS, RunConfig, TrainConfig, tables_for_resume
+from llmtrain.training.config import SECTIONS, RunConfig, Tables, TrainConfig, tables_for_resume, to_toml
 
 EPILOG = """Example:
 
@@ -48,17 +49,46 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
     where = str(config_file) if config_file else ""
     if resume:
         run_dir = build(RunConfig, given, tables["run"], where).run_dir
-        if (run_dir / "config.toml").exists():
-            where = str(run_dir / "config.toml")
+        of_run, saved = saved_tables(run_dir)
+        if saved is not None:
+            where = of_run
+            for section, kind in SECTIONS.items():
+                build(kind, {}, saved[section], f"{where} [{section}]")  # for its checks
             asked = {section: dict(values) for section, values in tables.items()}
-            for section, config in SECTIONS.items():
-                names = {field.name for field in dataclasses.fields(config)}
+            for section, kind in SECTIONS.items():
+                names = {field.name for field in dataclasses.fields(kind)}
                 asked[section] |= {name: plain(value) for name, value in given.items() if name in names}
-            tables, given = tables_for_resume(read_tables(run_dir / "config.toml"), asked), {}
+            tables, given = tables_for_resume(saved, asked), {}
+            # A run directory may have been moved or copied, and then holds the name of its first place.
+            tables["run"]["run_dir"] = str(run_dir)
     parts: dict[str, Any] = {}
-    for section, config in SECTIONS.items():
-        parts[section] = build(config, given, tables[section], f"{where} [{section}]")
-    return TrainConfig(**parts)
+    for section, kind in SECTIONS.items():
+        parts[section] = build(kind, given, tables[section], f"{where} [{section}]")
+    config = TrainConfig(**parts)
+    try:
+        to_toml(config).encode()
+    except UnicodeEncodeError as error:
+        name = ascii(error.object[error.start - 40 : error.end + 40])
+        raise UsageError(f"a path is not UTF-8, which config.toml cannot hold ({name}): rename it") from None
+    return config
+
+
+def saved_tables(run_dir: Path) -> tuple[str, Tables | None]:
+    """Where the configuration of a run is, and its tables: RUN/config.toml, without one what the newest whole
+    checkpoint was made with; None where there is neither."""
+    path = run_dir / "config.toml"
+    if os.path.lexists(path):
+        return str(path), read_tables(path)
+    if not os.path.isdir(run_dir):
+        return "", None
+    from llmtrain.training import checkpoint
+
+    folder = checkpoint.newest_whole(run_dir)
+    if folder is None:
+        return "", None
+    known = {section: {field.name for field in dataclasses.fields(config)} for section, config in SECTIONS.items()}
+    saved = checkpoint.read_state(folder)["config"]
+    return str(folder), {s: {k: v for k, v in saved.get(s, {}).items() if k in known[s]} for s in SECTIONS}
 
 
 def plain(value: Any) -> Any:
@@ -68,7 +98,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def read_tables(path: Path) -> dict[str, dict[str, Any]]:
+def read_tables(path: Path) -> Tables:
     """The tables of a configuration file, one for each section, empty where it has none."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))

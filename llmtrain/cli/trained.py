@@ -26,6 +26,12 @@ class Trained:
         if not self.given and not self.tokenizer_file.exists():
             raise InputMissing(f"{self.tokenizer_file}: no such file: name the corpus' tokenizer with --tokenizer")
         loaded = tokenizers.load(self.tokenizer_file)
+        of_corpus = {source.get("tokenizer") for source in self.state["corpus"]} - {None}
+        if not self.given and of_corpus and loaded.sha256 not in of_corpus:
+            raise ConfigMismatch(
+                f"{self.tokenizer_file}: is not the tokenizer of the corpus that the model was trained on: put that "
+                "one there or name it with --tokenizer"
+            )
         if loaded.vocab_size > self.model.config.vocab_size:
             raise ConfigMismatch(
                 f"{self.tokenizer_file}: has {loaded.vocab_size} tokens, the model knows "

@@ -6,6 +6,7 @@ Each epoch of a source is a keyed permutation of its windows. A mixture deals sa
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,13 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
         if names.count(name) > 1:
             raise UsageError(f"--tokens: two sources are called {name}: tell them apart with NAME=PATH")
     return sources
+
+
+def absolute_spec(spec: str) -> str:
+    """`[NAME=]PATH[:WEIGHT]` with the same meaning wherever it is read. Raises UsageError."""
+    ((name, path, weight),) = parse_sources([spec])
+    # A path with a colon needs its weight said, or its end would be taken for one.
+    return f"{name}={os.path.abspath(path)}" + (f":{weight!r}" if weight != 1 or ":" in os.path.abspath(path) else "")
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:

@@ -157,7 +157,12 @@ def remove_tree(path: PathLike) -> None:
     except OSError as error:
         raise write_error(error, path, "removed") from error
     fsync_folder(path.parent)
-    for trash in _matching(path.parent, rf"\..+\.{_TAG}\.trash"):
+    remove_trash(path.parent)
+
+
+def remove_trash(folder: PathLike) -> None:
+    """Removes what killed calls of `remove_tree` left in the folder. Raises as it does."""
+    for trash in _matching(Path(folder), rf"\..+\.{_TAG}\.trash"):
         _delete(trash)
 
 

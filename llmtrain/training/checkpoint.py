@@ -11,7 +11,7 @@ a damaged newest checkpoint is set aside as `*.corrupt` and the one before it is
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,16 @@ def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state
     return final
 
 
+def clear_leftovers(run_dir: Path) -> None:
+    """Removes what killed saves and removals left. Only for the holder of the run's lock."""
+    folder = run_dir / "checkpoints"
+    if folder.is_dir():
+        for entry in folder.iterdir():
+            if re.fullmatch(STEP_NAME.pattern + r"\.partial", entry.name):
+                atomic.remove_tree(entry)
+        atomic.remove_trash(folder)
+
+
 def rotate(run_dir: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints whose manifests hold; one that does not is never counted."""
     whole = [step for step in list_steps(run_dir) if _manifest_holds(folder_of(run_dir, step))]
@@ -162,6 +172,11 @@ def _load_flat(folder: Path, manifest: dict[str, Any], file: str, targets: dict[
         raise BadData(f"{folder / file}: is damaged (its sha256 differs): use another checkpoint")
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint whose manifest holds. Raises BadData."""
+    return _read_state(folder, read_manifest(folder))
+
+
 def _read_state(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if sha256_file(folder / STATE) != manifest["files"][STATE]["sha256"]:
         raise BadData(f"{folder / STATE}: is damaged (its sha256 differs): use another checkpoint")
@@ -174,13 +189,20 @@ def _staged(flat: FlatParameters, device_buffer: Tensor) -> tuple[Tensor, dict[s
     return on_host, {name: flat.view(on_host, name) for name in flat.spans}
 
 
-def load(folder: Path, flat: FlatParameters, optimizer: AdamW | None = None) -> dict[str, Any]:
-    """Fills the masters (and the moments) from a checkpoint, rebuilds the narrow copies and returns state.json.
+def load(
+    folder: Path,
+    flat: FlatParameters,
+    optimizer: AdamW | None = None,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> dict[str, Any]:
+    """Fills the masters (and the moments) from a checkpoint, rebuilds the narrow copies and returns state.json, which
+    `check` may refuse before anything is read.
 
     Raises BadData where anything does not verify; the buffers' contents are then undefined.
     """
     manifest = read_manifest(folder)
     state = _read_state(folder, manifest)
+    check(state)
     buffers = {"": flat.master}
     if optimizer is not None:
         buffers |= {f"{moment}.": getattr(optimizer, moment) for moment in MOMENTS}
@@ -201,17 +223,21 @@ def load(folder: Path, flat: FlatParameters, optimizer: AdamW | None = None) -> 
 
 
 def restore_newest(
-    run_dir: Path, flat: FlatParameters, optimizer: AdamW
+    run_dir: Path,
+    flat: FlatParameters,
+    optimizer: AdamW,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Loads the newest checkpoint that verifies: (its state, or None where there is none; what had to be said).
 
-    One that does not verify is renamed to `*.corrupt`, so that it is neither counted nor met again.
+    One that does not verify is renamed to `*.corrupt`, so that it is neither counted nor met again. What `check` raises
+    of the state of one that is whole, ends it: a sound checkpoint of another run is no damaged one of this.
     """
     said: list[str] = []
     for step in list_steps(run_dir):
         folder = folder_of(run_dir, step)
         try:
-            return load(folder, flat, optimizer), said
+            return load(folder, flat, optimizer, check), said
         except BadData as error:
             aside = folder.with_name(folder.name + ".corrupt")
             atomic.remove_tree(aside)
@@ -221,11 +247,16 @@ def restore_newest(
     return None, said
 
 
+def newest_whole(run_dir: Path) -> Path | None:
+    """The folder of the newest checkpoint whose manifest and sizes hold."""
+    folders = (folder_of(run_dir, step) for step in list_steps(run_dir))
+    return next((folder for folder in folders if _manifest_holds(folder)), None)
+
+
 def newest_valid(run_dir: Path) -> Path:
-    """The folder of the newest checkpoint whose manifest and sizes hold. Raises InputMissing where there is none."""
-    for step in list_steps(run_dir):
-        if _manifest_holds(folder_of(run_dir, step)):
-            return folder_of(run_dir, step)
+    """`newest_whole`. Raises InputMissing where there is none."""
+    if folder := newest_whole(run_dir):
+        return folder
     raise InputMissing(f"{run_dir}: holds no checkpoint: train it first, or name another run directory")
 
 
@@ -235,8 +266,11 @@ def load_model(
     """The model of a checkpoint for inference, its configuration and state.json. Raises InputMissing, BadData."""
     if not folder.is_dir():
         raise InputMissing(f"{folder}: no such checkpoint: check the path")
-    state = _read_state(folder, read_manifest(folder))
-    config = ModelConfig(**state["config"]["model"])
+    state = read_state(folder)
+    try:
+        config = ModelConfig(**state["config"]["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadData(f"{folder / STATE}: describes a model that this llmtrain does not know ({error})") from None
     model = Transformer(config, device="meta")
     flat = FlatParameters(model, device, COMPUTE_DTYPES[precision], with_gradients=False)
     load(folder, flat)

@@ -6,6 +6,7 @@ corpus is compared by content, so it may move.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,8 @@ def _at_least(config: Any, low: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value >= low:
             raise ValueError(f"{name} must be {low} or more, not {value}")
+        if value is not None and value >= 1 << 63:
+            raise ValueError(f"{name} must be below 2^63, not {value}")
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "total_steps")
         _at_least(self, 0, "warmup_steps")
-        if not self.epochs > 0:
-            raise ValueError(f"epochs must be above 0, not {self.epochs}")
+        if not 0 < self.epochs < float("inf"):
+            raise ValueError(f"epochs must be above 0 and finite, not {self.epochs}")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio must be in [0, 1], not {self.min_lr_ratio}")
 
@@ -150,53 +153,83 @@ SECTIONS: dict[str, type] = {
 }
 
 
-def tables_for_resume(saved: dict[str, dict[str, Any]], asked: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+Tables = dict[str, dict[str, Any]]
+
+
+def changes(saved: Tables, asked: Tables) -> Iterator[tuple[str, Any, Any]]:
+    """(name, saved value, asked value) of what in `asked` would make it another run; both as `to_tables` has them. A
+    field that `saved` lacks has its default. What may be written in several ways, the sequences of a step, is not
+    looked at."""
+    for section, values in asked.items():
+        fields = {f.name: f for f in dataclasses.fields(SECTIONS[section])}
+        for name, value in values.items():
+            if name not in fields or not (section == "model" or fields[name].metadata.get("defines_run", False)):
+                continue
+            before = saved.get(section, {}).get(name, fields[name].default)
+            if before != value and not _left_open(section, name, value):
+                yield name, before, value
+
+
+def _left_open(section: str, name: str, value: Any) -> bool:
+    """Whether the value says that the corpus decides, as it has done."""
+    return section == "model" and name in ("vocab_size", "max_seq_len") and value == 0
+
+
+def tables_for_resume(saved: Tables, asked: Tables) -> Tables:
     """The saved tables with what was asked laid over them; both as `to_tables` has them.
 
     Raises ConfigMismatch where that would make it another run.
     """
-    merged = {section: dict(values) for section, values in saved.items()}
+    for name, before, value in changes(saved, asked):
+        raise ConfigMismatch(
+            f"{name} is {before} in this run and was asked to be {value}: that would be another run: leave "
+            f"--{name.replace('_', '-')} out, or start in another --run-dir"
+        )
+    merged = {section: dict(saved.get(section, {})) for section in SECTIONS}
     for section, values in asked.items():
-        fields = {f.name: f for f in dataclasses.fields(SECTIONS[section])}
-        for name, value in values.items():
-            defines = section == "model" or fields[name].metadata.get("defines_run", False)
-            left_open = section == "model" and name in ("vocab_size", "max_seq_len") and value == 0
-            if left_open:
-                continue
-            if defines and saved.get(section, {}).get(name) != value:
-                raise ConfigMismatch(
-                    f"{name} is {saved.get(section, {}).get(name)} in this run and was asked to be {value}: that would "
-                    f"be another run: leave --{name.replace('_', '-')} out, or start in another --run-dir"
-                )
-            merged.setdefault(section, {})[name] = value
-    run = merged["run"]
-    if asked.get("run", {}).keys() & {"batch_size", "accumulate", "global_batch_size"}:
-        before, now = _sequences_per_step(saved["run"]), _sequences_per_step(asked["run"], saved["run"])
-        if before != now:
-            raise ConfigMismatch(
-                f"a step of this run has {before} sequences, asked were {now}: keep --batch-size times --accumulate at "
-                f"{before}, or give --global-batch-size {before}"
-            )
-        if "accumulate" not in asked["run"]:
-            run.pop("accumulate", None)
-            run["global_batch_size"] = before
-        else:
-            run.pop("global_batch_size", None)
+        merged[section] |= {name: value for name, value in values.items() if not _left_open(section, name, value)}
+    run, of_step = merged["run"], asked.get("run", {}).keys() & {"batch_size", "accumulate", "global_batch_size"}
+    before = sequences_per_step(saved["run"])
+    # There are two ways to say it; what was asked goes before what was saved in the other way.
+    if "accumulate" in of_step and "global_batch_size" not in of_step:
+        run.pop("global_batch_size", None)
+    elif of_step:
+        run.pop("accumulate", None)
+        run.setdefault("global_batch_size", before)
+    if sequences_per_step(run) != before:
+        raise ConfigMismatch(
+            f"a step of this run has {before} sequences, asked were {sequences_per_step(run)}: keep --batch-size times "
+            f"--accumulate at {before}, or give --global-batch-size {before}"
+        )
     return merged
 
 
-def _sequences_per_step(run: dict[str, Any], saved: dict[str, Any] | None = None) -> int:
-    """As RunConfig has it. Over a saved run, another batch_size alone keeps the sequences of a step."""
-    if run.get("global_batch_size"):
-        return run["global_batch_size"]
-    if saved is not None and "accumulate" not in run:
-        return _sequences_per_step(saved)
-    return run.get("batch_size", (saved or {}).get("batch_size", 8)) * run.get("accumulate", 1)
+def refuse_another_run(saved: Tables, config: TrainConfig) -> None:
+    """Raises ConfigMismatch where `config` is not that of the run whose checkpoint says `saved`."""
+    now = to_tables(config)
+    found = [f"{name} is {before} in the checkpoints and {value} in" for name, before, value in changes(saved, now)]
+    # A field that is None now is not in the tables.
+    missing = {section: {f.name: None for f in dataclasses.fields(SECTIONS[section])} for section in SECTIONS}
+    for section, values in missing.items():
+        missing[section] = {name: None for name in values if name not in now[section]}
+    found += [f"{name} is {before} in the checkpoints and not in" for name, before, _ in changes(saved, missing)]
+    if (before := sequences_per_step(saved["run"])) != config.run.sequences_per_step:
+        found.append(f"a step has {before} sequences in the checkpoints and {config.run.sequences_per_step} in")
+    if found:
+        raise ConfigMismatch(
+            f"{found[0]} {config.run.run_dir / 'config.toml'}: that would be another run: put it back, or start in "
+            "another --run-dir"
+        )
 
 
-def to_tables(config: TrainConfig) -> dict[str, dict[str, Any]]:
+def sequences_per_step(run: dict[str, Any]) -> int:
+    """As RunConfig has it."""
+    return run.get("global_batch_size") or run.get("batch_size", RunConfig.batch_size) * run.get("accumulate", 1)
+
+
+def to_tables(config: TrainConfig) -> Tables:
     """The configuration as plain TOML values; fields that are None are left out."""
-    tables: dict[str, dict[str, Any]] = {}
+    tables: Tables = {}
     for section in SECTIONS:
         values = {}
         for name, value in dataclasses.asdict(getattr(config, section)).items():

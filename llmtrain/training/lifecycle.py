@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 
 from llmtrain.storage import atomic
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STDOUT = 1
 
 
@@ -19,21 +19,26 @@ def _write(text: str) -> None:
 
 
 class StopFlag:
-    """Inside the block TERM and INT raise a flag that the loop polls; a second signal ends the process at once, with
-    the last checkpoint whole as it always is."""
+    """Inside the block TERM, INT and HUP (a closed terminal) raise a flag that the loop polls; a second TERM or INT
+    ends the process at once, with the last checkpoint whole as it always is. A HUP that was ignored before (nohup)
+    stays so, and a second one is nothing: a closing terminal sends several."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopFlag":
-        self._before = {number: signal.signal(number, self._raise_flag) for number in SIGNALS}
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._raise_flag)
         return self
 
     def _raise_flag(self, number: int, frame: FrameType | None) -> None:
         # Not print(): the signal may have come in the middle of one.
         on_terminal = os.isatty(STDOUT)
         if self.signal is not None:
+            if number == signal.SIGHUP:
+                return
             _write("\x1b[?25h\n" * on_terminal)  # the live line has hidden the cursor
             os._exit(128 + number)
         self.signal = number

@@ -1,9 +1,12 @@
 """What a run says: RUN/metrics.jsonl for programs, a line on the console for people."""
 
 import math
+import os
 import resource
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,12 @@ def memory() -> dict[str, float]:
     return {"peak_gib": peak, "host_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with exit code 1."""
+        raise  # the BrokenPipeError that it is handling
+
+
 class RunLog:
     """Writes RUN/metrics.jsonl and the console. On a terminal the newest train line stays in place at the bottom;
     elsewhere each is a line of its own."""
@@ -64,14 +73,27 @@ class RunLog:
         self.journal = JsonLines(run_dir / "metrics.jsonl")
         self.attempt = attempt
         self.plan = plan
-        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.console = console or _Console(soft_wrap=True, highlight=False)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         if self.live:
-            self.live.start()
+            self._show(lambda live: live.start())
 
     def line(self, text: str) -> None:
         """A line for people only."""
-        self.console.print(Text(text))
+        self._show(lambda _: self.console.print(Text(text)))
+
+    def _show(self, draw: Callable[[Any], None]) -> None:
+        """The console is for whoever looks. A run goes on when nobody does any more: the terminal was closed, the
+        reader of the pipe is gone, the disk of the log is full. metrics.jsonl says so."""
+        if self.console.quiet:
+            return
+        try:
+            draw(self.live)
+        except OSError as error:
+            self.console.quiet = True
+            with suppress(OSError, ValueError):  # what is still in the buffer must not fail once more at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.write("event", 0, 0, event="console", text=f"the console is gone, nothing is printed ({error})")
 
     def write(self, kind: str, step: int, tokens: int, **fields: Any) -> None:
         """A line for programs."""
@@ -102,14 +124,15 @@ class RunLog:
         )
         if self.live:
             # Wrapped where the terminal is narrow: what is cut off at its edge would be the rate and the time left.
-            self.live.update(Text(text, no_wrap=False, overflow="fold"), refresh=True)
+            drawn = Text(text, no_wrap=False, overflow="fold")
+            self._show(lambda live: live.update(drawn, refresh=True))
         else:
             self.line(text)
 
     def close(self) -> None:
+        """Ends the use of both; `journal.sync` first what must be on the disk."""
         if self.live:
-            self.live.stop()
-        self.journal.sync()
+            self._show(lambda live: live.stop())
         self.journal.close()
 
 

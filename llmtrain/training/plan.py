@@ -17,6 +17,7 @@ from llmtrain.model.flops import (
     rerun_flops_per_token,
 )
 from llmtrain.model.memory import MemoryPlan, training_memory
+from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.schedule import learning_rate
@@ -56,6 +57,8 @@ def make_plan(
         total_samples = config.schedule.total_steps * per_step
     else:
         total_samples = max(1, round(config.schedule.epochs * order.samples_per_epoch))
+    if total_samples * config.data.seq_len >= 1 << 62:
+        raise UsageError(f"{total_samples:.3g} samples are more than can be counted: lower --total-steps or --epochs")
     return Plan(
         total_samples=total_samples,
         total_steps=math.ceil(total_samples / per_step),

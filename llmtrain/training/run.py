@@ -2,17 +2,20 @@
 
 import math
 import time
+from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from llmtrain.corpus.batches import BatchStream
 from llmtrain.kernels import choice
-from llmtrain.storage.errors import Diverged, LlmtrainError, StopRequested
+from llmtrain.storage.errors import LlmtrainError, StopRequested, UsageError
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
 from llmtrain.training import checkpoint, start
 from llmtrain.training.config import TrainConfig
+from llmtrain.training.health import Health
 from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.metrics import RunLog, Throughput, duration
 from llmtrain.training.plan import Plan, describe, make_plan
@@ -38,36 +41,63 @@ def train(config: TrainConfig, resume: bool) -> None:
     attention = start.pick_attention(
         settings.attention, settings.precision, config.model.head_dim, config.data.seq_len, device
     )
+    plan = make_plan(config, order, device, start.device_name(device), attention)
+    start.check_memory(plan, device)
     start.make_folder(run_dir)
     with RunLock(run_dir / "lock"), StopFlag() as stop, choice.forced(settings.attention, "attention"):
-        run = start.start(config, order, validation, device, attention, resume)
-        plan = make_plan(config, order, device, start.device_name(device), attention)
-        log = RunLog(run_dir, _attempt(run_dir), plan)
+        start.check_run_dir(run_dir, resume)  # again: another process may have come and gone since
+        checkpoint.clear_leftovers(run_dir)
         try:
-            _begin(run, plan, log)
-            loop(run, plan, log, stop)
-        except LlmtrainError as error:
+            _run(start.start(config, order, validation, device, attention, resume), plan, stop)
+        except (RuntimeError, MemoryError) as error:
+            if not start.out_of_memory(error):
+                raise
+            reason = str(error).split("\n")[0]
+            raise UsageError(
+                f"the run does not fit the device: lower --batch-size, or see --checkpoint-activations ({reason})"
+            ) from error
+
+
+def _run(run: Started, plan: Plan, stop: StopFlag) -> None:
+    """Trains with a log, and leaves in status.json how it ended."""
+    run_dir = run.config.run.run_dir
+    log = RunLog(run_dir, _attempt(run_dir), plan)
+    try:
+        _begin(run, plan, log)
+        loop(run, plan, log, stop)
+        log.journal.sync()
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, LlmtrainError) else 70
+        reason = str(error) if isinstance(error, LlmtrainError) else f"{type(error).__name__}: {error}"
+        # What ends the run may well be what keeps this from being written; it is the first that has to be told.
+        with suppress(LlmtrainError):
             state = "stopped" if isinstance(error, StopRequested) else "failed"
-            write_status(run_dir, state, str(error), run.at_step, error.exit_code)
-            raise
-        except BaseException as error:
-            write_status(run_dir, "failed", f"{type(error).__name__}: {error}", run.at_step, 70)
-            raise
-        finally:
-            log.close()
+            write_status(run_dir, state, reason, run.at_step, code)
+            log.journal.sync()
+        raise
+    finally:
+        log.close()
 
 
 def _attempt(run_dir: Path) -> int:
     """1 for the first process that works on a run, and one more for each that follows."""
     path = run_dir / "metrics.jsonl"
-    return 1 + max((line.get("attempt", 0) for line in JsonLines.read(path)), default=0) if path.exists() else 1
+    lines = JsonLines.read(path) if path.exists() else iter(())
+    attempts = (line.get("attempt") for line in lines)
+    return 1 + max((attempt for attempt in attempts if type(attempt) is int), default=0)
+
+
+def _counts(line: dict, at_step: int) -> bool:
+    """Whether a line of metrics.jsonl belongs to a run that stands at `at_step`."""
+    step = line.get("step")
+    return line.get("kind") == "event" or (type(step) is int and step <= at_step)
 
 
 def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     """Puts the run directory in order and says the plan."""
     at, samples = run.at_step, plan.samples(run.at_step)
     notes = start.prepare_run_dir(run.config, run.order) + run.notes
-    log.journal.rewrite(lambda line: line.get("kind") == "event" or line.get("step", 0) <= at)
+    log.journal.rewrite(lambda line: _counts(line, at))
     for line in describe(run.config, plan, run.order, start.device_name(run.device)):
         log.line(line)
     tokens = samples * run.config.data.seq_len
@@ -76,6 +106,12 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     for note in notes:
         log.event(at, tokens, "note", note)
     write_status(run.config.run.run_dir, "running", f"since step {at}", at)
+
+
+def _evaluated(log: RunLog, at_step: int) -> set[str]:
+    """The held-out sources that have their line of `at_step`."""
+    lines = JsonLines.read(log.journal.path)
+    return {line["source"] for line in lines if line.get("kind") == "eval" and line.get("step") == at_step}
 
 
 def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> None:
@@ -104,6 +140,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     saved_at = run.at_step if run.at_step else -1
     first = run.at_step + 1
     throughput = Throughput()
+    health = Health(step, run.at_step, plan.total_steps)
     waited = 0.0
 
     def tokens() -> int:
@@ -114,6 +151,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
         if saved_at == run.at_step:
             return
         throughput.pause()
+        health.check(run.at_step, step.metrics(), saved_at, weights=True)
         log.journal.sync()  # the lines of a step must be there before the checkpoint that makes them count
         since = time.perf_counter()
         state = run.state(plan.samples(run.at_step))
@@ -124,24 +162,41 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
         saved_at = run.at_step
         throughput.resume()
 
-    def evaluate() -> None:
+    def evaluate(done: Container[str] = ()) -> bool:
+        """Writes the eval lines of this step; False where a signal came before the last one."""
         throughput.pause()
         for source in run.validation:
+            if source.name in done:
+                continue
             if run.at_step == 0:
                 windows = source.file.windows(seq_len)
                 windows = min(settings.val_windows or windows, windows)
                 log.line(f"step 0: evaluates {source.name} on {windows} windows of {seq_len} tokens")
-            figures = validate(step.model, source, run.config, run.device)
+            figures = validate(step.model, source, run.config, run.device, stop)
+            if figures is None:
+                return False
             log.write("eval", run.at_step, tokens(), source=source.name, **figures)
             log.line(f"step {run.at_step}: {source.name} " + ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
         throughput.resume()
+        return True
 
-    if run.at_step >= plan.total_steps:
-        log.line(f"the run is finished: {plan.total_steps} steps are done")
+    def stopped() -> StopRequested:
+        return StopRequested(
+            f"stopped by {stop.name} at step {run.at_step} of {plan.total_steps}, saved in "
+            f"{checkpoint.folder_of(settings.run_dir, run.at_step)}: --resume goes on"
+        )
+
+    def finish(text: str) -> None:
+        log.line(text)
         write_status(settings.run_dir, "finished", "all steps are done", run.at_step, 0)
-        return
-    if run.at_step == 0:
-        evaluate()
+
+    every = settings.val_every
+    if run.at_step in (0, plan.total_steps) or (every and run.at_step % every == 0):
+        # An attempt that was killed here has left some undone.
+        if not evaluate(done=_evaluated(log, run.at_step)) and run.at_step == plan.total_steps:
+            raise stopped()
+    if run.at_step == plan.total_steps:
+        return finish(f"the run is finished: {plan.total_steps} steps are done")
 
     began = time.perf_counter()
     stream = BatchStream(
@@ -157,10 +212,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
         while run.at_step < plan.total_steps:
             if stop:
                 save()
-                raise StopRequested(
-                    f"stopped by {stop.name} at step {run.at_step} of {plan.total_steps}, saved in "
-                    f"{checkpoint.folder_of(settings.run_dir, run.at_step)}: --resume goes on"
-                )
+                raise stopped()
 
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
             lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
@@ -184,15 +236,11 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
                 waited = stream.wait_seconds
                 epoch = plan.samples(run.at_step) / run.order.samples_per_epoch
                 log.train(run.at_step, tokens(), epoch, {**figures, "step_ms": step_ms, "data_ms": data_ms}, lr, rate)
-                if not math.isfinite(figures["lm_loss"]):
-                    raise Diverged(
-                        f"the loss of step {run.at_step} is {figures['lm_loss']}: lower --learning-rate or raise "
-                        f"--warmup-steps, and start from the checkpoint of step {saved_at}"
-                    )
-            if settings.val_every and run.at_step % settings.val_every == 0 and not last:
+                health.check(run.at_step, figures, saved_at)
+            if every and run.at_step % every == 0 and not last:
                 evaluate()
             if run.at_step % settings.checkpoint_every == 0 or last:
                 save()
-    evaluate()
-    log.line(f"finished: {plan.total_steps} steps, {tokens():,} tokens")
-    write_status(settings.run_dir, "finished", "all steps are done", run.at_step, 0)
+    if not evaluate():
+        raise stopped()
+    finish(f"finished: {plan.total_steps} steps, {tokens():,} tokens")

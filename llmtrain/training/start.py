@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from llmtrain import __version__
-from llmtrain.corpus.order import SampleOrder, Source, parse_sources
+from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, parse_sources
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend, training_backend
@@ -20,10 +20,29 @@ from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, UsageError, write_error
 from llmtrain.storage.manifest import sha256_file
 from llmtrain.training import checkpoint
-from llmtrain.training.config import TrainConfig, to_tables, to_toml
+from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.plan import Plan
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
+
+MAX_SEQ_LEN = (1 << 31) - 1
+"""Positions are 32-bit numbers."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """torch raises OutOfMemoryError for the card alone; its CPU allocator raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error)
+        for words in (
+            "can't allocate memory",
+            "Storage size calculation overflowed",
+            "CUDA error: out of memory",
+            "CUBLAS_STATUS_ALLOC",
+        )
+    )
 
 
 def pick_device(asked: str) -> torch.device:
@@ -71,6 +90,8 @@ def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
     model = config.model
     vocab_size = model.vocab_size or max(source.file.vocab_size for source in sources)
     max_seq_len = model.max_seq_len or 2 * config.data.seq_len
+    if max_seq_len > MAX_SEQ_LEN:
+        raise UsageError(f"--max-seq-len {max_seq_len} is beyond {MAX_SEQ_LEN}, where positions end: lower it")
     if max_seq_len < config.data.seq_len:
         raise UsageError(f"--max-seq-len {max_seq_len} is below --seq-len {config.data.seq_len}: raise it")
     return dataclasses.replace(
@@ -80,7 +101,15 @@ def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
 
 def corpus_identity(sources: list[Source]) -> list[dict[str, Any]]:
     """What makes a corpus the same one, wherever its files lie."""
-    return [{"weight": s.weight, "tokens": s.file.tokens, "sha256": _content_hash(s.file)} for s in sources]
+    return [
+        {
+            "weight": s.weight,
+            "tokens": s.file.tokens,
+            "sha256": _content_hash(s.file),
+            "tokenizer": s.file.manifest["tokenizer"]["sha256"] if s.file.manifest else None,
+        }
+        for s in sources
+    ]
 
 
 def _content_hash(file: TokenFile) -> str:
@@ -132,9 +161,24 @@ class Started:
         }
 
 
+def check_memory(plan: Plan, device: torch.device) -> None:
+    """Raises UsageError where not even what every step needs fits into the device."""
+    fixed = sum(plan.memory.fixed.values())
+    there = plan.device_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if fixed > there:
+        raise UsageError(
+            f"weights, gradients and moments take {fixed / 2**30:,.1f} GiB, the {device.type} has "
+            f"{there / 2**30:,.1f}: make the model smaller"
+        )
+
+
 def check_run_dir(run_dir: Path, resume: bool) -> None:
     """Raises ConfigMismatch where a fresh run would mix with an older one."""
-    if not resume and checkpoint.list_steps(run_dir):
+    try:
+        taken = not resume and checkpoint.list_steps(run_dir)
+    except OSError as error:
+        raise write_error(error, run_dir) from None
+    if taken:
         raise ConfigMismatch(
             f"{run_dir}: holds checkpoints already: add --resume to go on with that run, or name another --run-dir"
         )
@@ -142,6 +186,8 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
 
 def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Source]]:
     """Opens and checks every file of the run, before anything is written: (resolved configuration, order, held-out)."""
+    # config.toml is read again by a process that may have been started elsewhere.
+    tokens, val_tokens = (tuple(map(absolute_spec, specs)) for specs in (config.data.tokens, config.data.val_tokens))
     sources = open_sources(config.data.tokens, config.model.vocab_size)
     config = resolve(config, sources)
     order = SampleOrder(sources, config.data.seq_len, config.run.seed)
@@ -149,27 +195,36 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Sou
     if validation:
         SampleOrder(validation, config.data.seq_len, 0)  # for its checks
         resolve(config, sources + validation)
-    return config, order, validation
+    data = dataclasses.replace(config.data, tokens=tokens, val_tokens=val_tokens)
+    return dataclasses.replace(config, data=data), order, validation
 
 
 def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
-    """Writes config.toml and tokenizer.json into the run directory; returns what a person should know."""
+    """Writes config.toml and tokenizer.json into the run directory; returns what a person should know.
+
+    Raises ConfigMismatch where another tokenizer lies there and the corpus' own is not found."""
     run_dir = config.run.run_dir
     atomic.write_bytes(run_dir / "config.toml", to_toml(config).encode())
     manifest = order.sources[0].file.manifest
-    if manifest is None or (run_dir / "tokenizer.json").exists():
+    if manifest is None:
         return []
-    named = Path(manifest["tokenizer"]["file"])
-    for path in (named, order.sources[0].file.path.parent / named.name):
-        if path.is_file() and sha256_file(path) == manifest["tokenizer"]["sha256"]:
-            atomic.write_bytes(run_dir / "tokenizer.json", path.read_bytes())
+    there, named = run_dir / "tokenizer.json", Path(manifest["tokenizer"]["file"])
+    for path in (there, named, order.sources[0].file.path.parent / named.name):
+        if os.path.isfile(path) and sha256_file(path) == manifest["tokenizer"]["sha256"]:
+            if path != there:
+                atomic.write_bytes(there, path.read_bytes())
             return []
+    if os.path.lexists(there):
+        raise ConfigMismatch(
+            f"{there}: is not the tokenizer of {order.sources[0].file.path}, which {named} was: remove it or put that "
+            "one there"
+        )
     return [f"tokenizer {named} is not where the corpus was made: copy it to {run_dir / 'tokenizer.json'} to generate"]
 
 
 def make_folder(run_dir: Path) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         if not os.access(run_dir, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
@@ -190,7 +245,16 @@ def start(
     model.checkpoint_activations = config.run.checkpoint_activations
     flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
     optimizer = AdamW(flat, config.optimizer)
-    state, notes = checkpoint.restore_newest(config.run.run_dir, flat, optimizer) if resume else (None, [])
+
+    def check(state: dict[str, Any]) -> None:
+        refuse_another_run(state["config"], config)
+        if state["corpus"] != corpus:
+            raise ConfigMismatch(
+                f"{', '.join(config.data.tokens)}: is not the corpus that this run was started on: name that one with "
+                "--tokens, or start in another --run-dir"
+            )
+
+    state, notes = checkpoint.restore_newest(config.run.run_dir, flat, optimizer, check) if resume else (None, [])
     at_step = 0
     if state is None:
         flat.master.zero_()
@@ -199,11 +263,6 @@ def start(
         optimizer.reset()
     else:
         at_step = state["step"]
-        if state["corpus"] != corpus:
-            raise ConfigMismatch(
-                f"{', '.join(config.data.tokens)}: is not the corpus that this run was started on: name that one with "
-                "--tokens, or start in another --run-dir"
-            )
         now = environment(device, attention.name)
         for name, value in state["environment"].items():
             if now.get(name) != value:

@@ -1,6 +1,7 @@
 """Evaluation within a run."""
 
 import functools
+import itertools
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from llmtrain.corpus.order import Source
 from llmtrain.model.evaluation import evaluate
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import TrainConfig
+from llmtrain.training.lifecycle import StopFlag
 
 
 @functools.lru_cache(maxsize=1)
@@ -25,13 +27,18 @@ def _token_bytes(path: Path, vocab_size: int, device: torch.device) -> torch.Ten
     return table.to(device)
 
 
-def validate(model: Transformer, source: Source, config: TrainConfig, device: torch.device) -> dict[str, float]:
-    """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file."""
+def validate(
+    model: Transformer, source: Source, config: TrainConfig, device: torch.device, stop: StopFlag
+) -> dict[str, float] | None:
+    """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file; None where
+    `stop` was raised before it was read to its end."""
     batches = held_out_batches(
         source.file, config.data.seq_len, config.run.batch_size, config.run.val_windows, device
     )
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
-    sums = evaluate(model, batches, table)
+    sums = evaluate(model, itertools.takewhile(lambda _: not stop, batches), table)
+    if stop:
+        return None
     figures = {"val_loss": sums.loss, "ppl": sums.ppl}
     if sums.bits_per_byte is not None:
         figures["bits_per_byte"] = sums.bits_per_byte

@@ -177,3 +177,94 @@ def test_a_mistake_in_the_configuration_is_said_before_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", look], env=environment(), capture_output=True, text=True)
     assert done.stdout == "2 False\n" and "warmup_steps must be 0 or more" in done.stderr
+
+
+def checkpoints(run_dir: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run_dir)): p.read_bytes() for p in (run_dir / "checkpoints").rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("d_model = 32", "d_model = 64", "d_model is 32"),
+        ("d_model = 32\n", "", "d_model is 32"),
+        ("seed = 0", "seed = 1", "seed is 0"),
+        ("learning_rate = 0.0004", "learning_rate = 1.0", "learning_rate is 0.0004"),
+        ("total_steps = 3", "total_steps = 2", "total_steps is 3"),
+        ("total_steps = 3\n", "", "total_steps is 3"),
+        ("batch_size = 2", "batch_size = 3", "2 sequences"),
+        ("seq_len = 16", "seq_len = 8", "seq_len is 16"),
+    ],
+)
+def test_a_config_toml_edited_into_another_run_is_refused_and_no_checkpoint_is_taken_for_damaged(
+    before, after, named, here, capfd
+):
+    assert run_cli(["train", "--run-dir", "run", *SMALL]) == 0
+    kept, text = checkpoints(here / "run"), (here / "run/config.toml").read_text()
+    assert before in text
+    (here / "run/config.toml").write_text(text.replace(before, after, 1))
+    code, error = failure(capfd, "--run-dir", "run", "--resume")
+    assert code == 78 and named in error and "config.toml" in error
+    assert checkpoints(here / "run") == kept
+
+
+@pytest.mark.parametrize("broken", ["batch_size = 'x'", "batch_size = [1]", "accumulate = true", "seed = 1.5", "x = 1"])
+def test_a_config_toml_edited_into_nonsense_is_one_line(broken, here, capfd):
+    assert run_cli(["train", "--run-dir", "run", *SMALL]) == 0
+    (here / "run/config.toml").write_text(f"[run]\n{broken}\n")
+    code, error = failure(capfd, "--run-dir", "run", "--resume", "--batch-size", "1")
+    assert code == 2 and "config.toml" in error
+
+
+def test_a_run_without_its_config_toml_goes_on_as_its_checkpoint_says(here):
+    assert run_cli(["train", "--run-dir", "run", *SMALL]) == 0
+    kept, text = checkpoints(here / "run"), (here / "run/config.toml").read_text()
+    (here / "run/config.toml").unlink()
+    assert run_cli(["train", "--run-dir", "run", "--resume"]) == 0
+    assert checkpoints(here / "run") == kept and (here / "run/config.toml").read_text() == text
+
+
+def test_a_run_goes_on_from_another_folder_and_in_another_place(here, monkeypatch):
+    asked = ["--val-tokens", "held=data/corpus.u16", *SMALL]
+    assert run_cli(["train", "--run-dir", "run", "--tokens", "a:b=data/corpus.u16:2", *asked]) == 0
+    (here / "run").rename(here / "moved")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    (here / "moved/checkpoints/step-00000003/MANIFEST.json").unlink()  # so that there is something to train
+    assert run_cli(["train", "--run-dir", "../moved", "--resume"]) == 0
+    assert checkpoint.list_steps(here / "moved") == [3] and not (here / "run").exists()
+    assert run_cli(["evaluate", "--run-dir", "../moved", "--device", "cpu"]) == 0
+
+
+def test_the_tokenizer_of_another_corpus_is_never_used_for_this_one(here, capfd):
+    (here / "run").mkdir()
+    (here / "run/tokenizer.json").write_text("of an earlier corpus")
+    code, error = failure(capfd, "--run-dir", "run", *SMALL)
+    assert code == 78 and "run/tokenizer.json" in error
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [["--batch-size", str(10**9)], ["--batch-size", str(10**15)], ["--d-model", "10000000"],
+     ["--max-seq-len", str(10**15)], ["--total-steps", str(10**18)]],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused(asked, here, capfd):
+    code, error = failure(capfd, "--run-dir", "run", *SMALL, *asked)
+    assert code == 2, error
+    assert not checkpoint.list_steps(here / "run")
+
+
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(here, capfd):
+    code, error = failure(capfd, "--run-dir", os.fsdecode(b"run\xff"), *SMALL)
+    assert code == 2 and "UTF-8" in error and not os.path.exists(b"run\xff")
+
+
+def test_a_run_directory_whose_name_is_too_long(here, capfd):
+    assert failure(capfd, "--run-dir", "r" * 300, *SMALL)[0] == 73
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_found_before_the_first_step(here, capfd):
+    (here / "run").mkdir()
+    (here / "run/checkpoints").write_text("")
+    assert failure(capfd, "--run-dir", "run", *SMALL)[0] == 73
+    assert not (here / "run/metrics.jsonl").exists()

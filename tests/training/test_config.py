@@ -76,3 +76,36 @@ def test_a_model_file_that_leaves_the_vocabulary_open_fits_any():
 def test_a_value_out_of_range_is_named(make, names: str):
     with pytest.raises(ValueError, match=names):
         make()
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "batch_size", "refused"),
+    [
+        ({"batch_size": 2, "accumulate": 3}, {"global_batch_size": 6}, 2, False),
+        ({"batch_size": 2, "accumulate": 3}, {"global_batch_size": 6, "accumulate": 1}, 2, False),
+        ({"batch_size": 2, "accumulate": 3}, {"global_batch_size": 6, "batch_size": 4}, 4, False),
+        ({"batch_size": 2, "accumulate": 3}, {"global_batch_size": 5}, 0, True),
+        ({"batch_size": 2, "accumulate": 3}, {"accumulate": 1}, 0, True),
+        ({"batch_size": 2, "accumulate": 3}, {"accumulate": 1, "batch_size": 6}, 6, False),
+        ({"batch_size": 2, "accumulate": 3}, {"batch_size": 100}, 100, False),
+        ({"batch_size": 4, "global_batch_size": 6, "accumulate": 1}, {"accumulate": 2}, 0, True),
+        ({"batch_size": 4, "global_batch_size": 6, "accumulate": 1}, {"accumulate": 2, "batch_size": 3}, 3, False),
+        ({"batch_size": 4, "global_batch_size": 6, "accumulate": 1}, {"batch_size": 1}, 1, False),
+        ({"batch_size": 4, "global_batch_size": 6, "accumulate": 1}, {"global_batch_size": 4}, 0, True),
+    ],
+)
+def test_however_a_resume_says_the_sequences_of_a_step_they_stay_or_it_is_refused(saved, asked, batch_size, refused):
+    if refused:
+        with pytest.raises(ConfigMismatch, match="a step of this run has 6 sequences"):
+            tables_for_resume({"run": saved}, {"run": asked})
+        return
+    merged = RunConfig(**tables_for_resume({"run": saved}, {"run": asked})["run"])
+    assert (merged.sequences_per_step, merged.batch_size) == (6, batch_size)
+
+
+@pytest.mark.parametrize("value", [2**63, float("inf"), 10**40])
+def test_a_number_that_no_counter_holds_is_refused(value):
+    with pytest.raises(ValueError, match="below 2\\^63"):
+        RunConfig(batch_size=value)
+    with pytest.raises(ValueError, match="epochs"):
+        ScheduleConfig(epochs=float("inf"))

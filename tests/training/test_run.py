@@ -13,9 +13,10 @@ import pytest
 
 from llmtrain.kernels import choice
 from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
-from llmtrain.storage.errors import ConfigMismatch, StopRequested
+from llmtrain.storage.errors import ConfigMismatch, Diverged, StopRequested
 from llmtrain.storage.journal import JsonLines
-from llmtrain.training import checkpoint, run
+from llmtrain.training import checkpoint, run, validate
+from llmtrain.training.config import TrainConfig
 from tests.training.conftest import config, write_corpus
 
 
@@ -271,3 +272,97 @@ def test_sigterm_finishes_the_step_saves_and_exits_75_and_resume_goes_on(corpus,
     assert error.count("\n") == 1 and f"step {stopped}" in error and "--resume" in error
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", stopped, 75)
+
+
+@pytest.mark.parametrize("break_it", ["weights", "aux_loss", "gradients"])
+def test_numbers_that_are_none_end_the_run_and_never_become_a_checkpoint(break_it, corpus, tmp_path, monkeypatch):
+    update, micro = run.start.TrainStep.optimizer_step, run.start.TrainStep.micro_step
+    done = [0]
+
+    def broken_update(self, lr):
+        if break_it == "gradients" and done[0] >= 4:
+            self.flat.grad.fill_(float("nan"))
+        update(self, lr)
+        done[0] += 1
+        if break_it == "weights" and done[0] == 5:
+            self.flat.master[0] = float("nan")
+
+    def broken_micro(self, ids, targets, first):
+        micro(self, ids, targets, first)
+        if break_it == "aux_loss" and done[0] == 4:
+            self.sums[1] = float("nan")
+
+    monkeypatch.setattr(run.start.TrainStep, "optimizer_step", broken_update)
+    monkeypatch.setattr(run.start.TrainStep, "micro_step", broken_micro)
+    settings = {"checkpoint_every": 1 if break_it != "gradients" else 2, "log_every": 100, "keep_checkpoints": 2}
+    with pytest.raises(Diverged) as failed:
+        run.train(config(corpus, tmp_path / "run", total_steps=60, run=settings), resume=False)
+    assert failed.value.exit_code == 79
+    sound = checkpoint.list_steps(tmp_path / "run")
+    assert (sound[0] < 5) if break_it != "gradients" else (sound[0] == 22)  # the weights stay as after step 4
+    assert json.loads((tmp_path / "run/status.json").read_text())["exit_code"] == 79
+
+
+def evaluated(run_dir: Path) -> list[tuple]:
+    return [(x["step"], x["source"], x["val_loss"]) for x in lines(run_dir, "eval")]
+
+
+@pytest.mark.parametrize("at", [0, 2, 4, 6])
+def test_a_signal_does_not_wait_for_an_evaluation_whose_lines_are_there_once_in_the_end(
+    at, corpus, tmp_path, monkeypatch
+):
+    def settings(name: str) -> TrainConfig:
+        of_run = config(corpus, tmp_path / name, total_steps=6, run={"val_every": 2, "batch_size": 2})
+        return replace(of_run, data=replace(of_run.data, val_tokens=(f"a={corpus}", f"b={corpus}")))
+
+    run.train(settings("whole"), resume=False)
+    batches = validate.held_out_batches
+    seen = [0]
+
+    def interrupted(*arguments):
+        for batch in batches(*arguments):
+            seen[0] += 1
+            if seen[0] == at // 2 * 38 + 25:  # 19 batches a source: in the second of the two
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        patched.setattr(validate, "held_out_batches", interrupted)
+        run.train(settings("run"), resume=False)
+    assert seen[0] <= at // 2 * 38 + 26 and checkpoint.list_steps(tmp_path / "run")[0] == at
+    run.train(settings("run"), resume=True)
+    assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole") != []
+    run.train(settings("run"), resume=True)  # a finished run has nothing to add
+    assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole")
+
+
+def test_garbage_in_metrics_jsonl_does_not_keep_a_run_from_going_on(corpus, undisturbed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 4)
+        run.train(config(corpus, tmp_path / "run"), resume=False)
+    with open(tmp_path / "run/metrics.jsonl", "ab") as file:
+        file.write(b'{"kind": "train", "step": null}\n{"attempt": "x"}\n[1]\n\xff\n{"kind": "eval", "step": "9"}\n' * 2)
+        file.write(b'{"kind": "train", "step": 3')
+    run.train(config(corpus, tmp_path / "run"), resume=True)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert {line["attempt"] for line in lines(tmp_path / "run", "train")} == {1, 2}
+
+
+def test_a_console_that_is_gone_does_not_end_a_run(corpus, undisturbed, tmp_path, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", buffering=1) as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        run.train(config(corpus, tmp_path / "run"), resume=False)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert [line["event"] for line in lines(tmp_path / "run", "event")].count("console") == 1
+
+
+def test_what_a_killed_save_left_is_cleared_at_the_next_start(corpus, tmp_path):
+    folder = tmp_path / "run/checkpoints"
+    (folder / "step-00000003.partial").mkdir(parents=True)
+    (folder / "step-00000003.partial/model.safetensors").write_bytes(b"half")
+    (folder / ".step-00000001.77.trash").mkdir()
+    (folder / "notes.partial").write_text("a person's own")
+    run.train(config(corpus, tmp_path / "run", total_steps=1), resume=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["notes.partial", "step-00000001"]
