@@ -74,9 +74,14 @@ def measure(folder: Path, rounds: int) -> dict:
         times = {"plain write": timed(lambda: plain_write(plain, views))}
         os.sync()
         times["save"] = timed(lambda: checkpoint.save(run, 1, flat, optimizer, {}))
+        if turn:
+            for name, value in times.items():
+                seconds[name].append(value)
+    os.sync()  # reads come after all writes: a disk that is still busy with those would be measured
+    for turn in range(rounds + 1):
         for path in (plain, *saved.iterdir()):
             drop_cache(path)
-        times["plain read"] = timed(lambda: plain_read(plain, views))
+        times = {"plain read": timed(lambda: plain_read(plain, views))}
         times["load"] = timed(lambda: checkpoint.load(saved, flat, optimizer))
         if turn:
             for name, value in times.items():
