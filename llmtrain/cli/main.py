@@ -5,9 +5,11 @@ import importlib
 import io
 import os
 import select
+import signal
 import sys
 import traceback
 from contextlib import suppress
+from types import FrameType
 
 import click
 
@@ -79,7 +81,18 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may be what the terminal cannot show
-    sys.exit(run(sys.argv[1:]))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has HUP ignored
+            signal.signal(number, _interrupt)
+    code = run(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it is done: a signal while torch is taken down must not hide the code
+    sys.exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # As Ctrl-C does: what is half-written is removed. A command with something to save has its own handler.
+    raise KeyboardInterrupt
 
 
 def run(args: list[str]) -> int:

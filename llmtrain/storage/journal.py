@@ -9,7 +9,7 @@ from io import BufferedReader
 from types import TracebackType
 
 from llmtrain.storage.atomic import PathLike, atomic_file, fsync_folder, json_bytes
-from llmtrain.storage.errors import read_error, write_error
+from llmtrain.storage.errors import CannotCreate, read_error, write_error
 from llmtrain.storage.reading import open_file
 
 
@@ -50,11 +50,17 @@ class JsonLines:
                 raise write_error(error, self.path) from error
 
     def sync(self) -> None:
-        """Returns when every line so far is on the disk."""
+        """Returns when every line so far is on the disk, under the file's name. Raises CannotCreate where somebody
+        removed or replaced the file: what is written would be nobody's."""
         try:
             os.fsync(self._descriptor)
+            there = os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            there = False
         except OSError as error:
             raise write_error(error, self.path) from error
+        if not there:
+            raise CannotCreate(f"{self.path}: was removed or replaced while in use: start again in another folder")
 
     def rewrite(self, keep: Callable[[dict], bool]) -> None:
         """Leaves only the lines that `keep` is true of, byte for byte as they are; those that are no JSON object go.
