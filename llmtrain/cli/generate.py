@@ -67,6 +67,9 @@ def show(text: str) -> None:
 def read_prompts(config: PromptConfig) -> list[str]:
     """The texts to continue; an empty one stands for a document from its beginning."""
     if config.prompt_file is None:
+        for number, prompt in enumerate(config.prompt, 1):
+            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):  # bytes that were no text
+                raise UsageError(f"--prompt {number}: is not UTF-8: convert it")
         return list(config.prompt) or [""]
     try:
         with click.open_file(str(config.prompt_file), "rb") as file:

@@ -123,7 +123,16 @@ def run(args: list[str]) -> int:
     except Exception as error:
         if isinstance(error, ValueError) and "embedded null" in str(error):  # only a configuration file can hold one
             return report(error, "a path holds a NUL character, as no file has: correct it", UsageError.exit_code)
+        if isinstance(error, MemoryError | RuntimeError) and out_of_memory(error):
+            reason = str(error).split("\n")[0]
+            line = f"out of memory ({reason}): make the batch, the context or the model smaller"
+            return report(error, line, UsageError.exit_code)
         return report(error, internal(error), InternalError.exit_code)
+
+
+def out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    # torch has an error of its own for a card; of the processor's memory it says so in words alone.
+    return isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
 
 
 def invoke(args: list[str]) -> int:

@@ -73,8 +73,9 @@ def evaluate_sources(
     for source in sources:
         available = source.file.windows(seq_len)
         windows = min(max_windows or available, available)
-        batches = held_out_batches(source.file, seq_len, batch_size, windows, device)
-        bar = tqdm(batches, source.name, total=-(-windows // batch_size), unit="batch", leave=False, disable=None)
+        rows = min(batch_size, windows)
+        batches = held_out_batches(source.file, seq_len, rows, windows, device)
+        bar = tqdm(batches, source.name, total=-(-windows // rows), unit="batch", leave=False, disable=None)
         sums = evaluate(model, bar, table)
         yield Evaluation(
             source=source.name,

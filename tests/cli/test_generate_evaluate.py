@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -175,3 +176,22 @@ def test_a_damaged_checkpoint_is_bad_data(run_dir, tmp_path, capsys):
     path.write_bytes(data)
     code, text, said = command(capsys, "generate", "--run-dir", tmp_path, "--tokenizer", run_dir / "tokenizer.json")
     assert (code, text) == (65, "") and "model.safetensors" in said
+
+
+def test_a_prompt_that_is_no_text_is_one_line(run_dir, capsys):
+    code, text, said = command(capsys, "generate", "--run-dir", run_dir, "--prompt", os.fsdecode(b"a\xff"))
+    assert (code, text) == (2, "") and "not UTF-8" in said and said.count("\n") == 1
+
+
+def test_a_batch_larger_than_the_file_is_the_file(run_dir, capsys):
+    args = ("evaluate", "--run-dir", run_dir, "--json", "--batch-size")
+    small, large = (json.loads(command(capsys, *args, size)[1]) for size in (7, 10**12))
+    assert large == pytest.approx(small)
+
+
+def test_the_tokenizer_of_another_corpus_in_the_run_directory_is_refused(run_dir, tmp_path, capsys):
+    other = tmp_path / "run"
+    shutil.copytree(run_dir, other)
+    (other / "tokenizer.json").write_bytes(tokenizers.train(["quite another text, another, another text"], 280))
+    code, text, said = command(capsys, "generate", "--run-dir", other)
+    assert (code, text) == (78, "") and "is not the tokenizer of the corpus" in said and said.count("\n") == 1

@@ -157,3 +157,19 @@ def test_threads_that_wait_leave_the_cores_to_others_unless_told_otherwise():
     show = "print(os.environ['GOMP_SPINCOUNT'])"
     assert int(fail(show, "fail").stdout) <= 1000
     assert fail(show, "fail", GOMP_SPINCOUNT="7").stdout == "7\n"
+
+
+@pytest.mark.parametrize("error", ["MemoryError('no')", "RuntimeError('CUDA error: out of memory')"])
+def test_a_want_of_memory_is_one_line_that_says_what_to_make_smaller(error: str):
+    done = run("-c", FAILING.format(body=f"raise {error}"), "fail")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "out of memory" in done.stderr and "smaller" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_closed_standard_streams_are_no_obstacle(closed: str, tmp_path: Path):
+    (tmp_path / "c.u16").write_bytes(b"\1\0" * 40)
+    command = f"exec {sys.executable} -m llmtrain inspect c.u16 {closed}"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
