@@ -286,6 +286,7 @@ def serve(request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> 
             first_step_s = first_step_s or time.time() - began
         count = steps_for(step, request["seconds"], device, warmup=3)
         why = step.steps.step.why_not_captured if isinstance(step, Ours) else None
+        skipped = int(step.steps.step.optimizer.skipped) if isinstance(step, Ours) else None
         answer(
             {
                 "event": "ready",
@@ -293,6 +294,7 @@ def serve(request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> 
                 "first_step_s": first_step_s,
                 "device_name": device_name(device),
                 "not_captured": why,
+                "skipped_updates": skipped,
                 "versions": {name: installed(name) for name in ("transformers", "liger_kernel")},
                 **peak_memory(device),
             }
