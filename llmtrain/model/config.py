@@ -1,5 +1,6 @@
 """The shape of a model. Imports no torch: the command line reads it."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,14 +49,14 @@ class ModelConfig:
         if self.vocab_size > 65536:
             raise ValueError(f"vocab_size {self.vocab_size} does not fit token files of 16-bit ids (65536 at most)")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}")
+            raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: change one of them")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
-        if self.z_loss < 0:
+        if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be 0 or more, not {self.z_loss}")
         for name in ("rope_theta", "norm_eps", "init_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
 
     @property
     def qkv_width(self) -> int:

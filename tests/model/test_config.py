@@ -19,6 +19,8 @@ from llmtrain.model.config import ModelConfig
         ({"rope_theta": 0.0}, ["rope_theta", "0.0"]),
         ({"norm_eps": 0.0}, ["norm_eps", "0.0"]),
         ({"init_std": float("nan")}, ["init_std", "nan"]),
+        ({"init_std": float("inf")}, ["init_std", "inf"]),
+        ({"z_loss": float("nan")}, ["z_loss", "nan"]),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_by_name_and_value(fields, words):
