@@ -49,7 +49,7 @@ class ModelConfig:
         if self.vocab_size > 65536:
             raise ValueError(f"vocab_size {self.vocab_size} does not fit token files of 16-bit ids (65536 at most)")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: change one of them")
+            raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: change one")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
         if not 0 <= self.z_loss < math.inf:
