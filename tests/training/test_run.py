@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import signal
@@ -133,6 +134,16 @@ def test_each_window_of_an_epoch_is_seen_once_across_a_resume(corpus, tmp_path, 
     run.train(config(corpus, tmp_path / "run", total_steps=None, epochs=1), resume=True)
     assert len(seen) == 37
     assert len(set(seen)) == 37
+
+
+def test_another_number_of_batches_ahead_changes_no_bit(corpus, undisturbed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 5)
+        run.train(config(corpus, tmp_path / "run"), resume=False)
+    monkeypatch.setattr(run, "BatchStream", functools.partial(run.BatchStream, depth=1))
+    run.train(config(corpus, tmp_path / "run"), resume=True)
+    assert figures(tmp_path / "run") == figures(undisturbed)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
 
 
 def test_another_split_into_micro_batches_gives_the_same_run_up_to_rounding(corpus, undisturbed, tmp_path):
