@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llmtrain.corpus.documents import FILE, LINE
+from llmtrain.corpus.documents import FILE, LINE, Reading
 
 # Ids are stored in two bytes.
 MAX_VOCAB_SIZE = 1 << 16
@@ -45,6 +45,10 @@ class TokenizerConfig:
     on_bad: Literal["error", "skip"] = "error"
     """What a document that is not UTF-8 does: stop the command, or be left out."""
 
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.document)
+
     def __post_init__(self) -> None:
         _check_files(self.inputs, self.output, self.document)
         if not MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE:
@@ -77,6 +81,10 @@ class TokenizeConfig:
 
     on_bad: Literal["error", "skip"] = "error"
     """What a document that is not UTF-8 does: stop the command, or be left out and counted."""
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.document)
 
     def __post_init__(self) -> None:
         _check_files(self.inputs, self.output, self.document)

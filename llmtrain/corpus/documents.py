@@ -1,131 +1,121 @@
-"""Which files a corpus is made of, and the documents in them as a stream of bytes."""
+"""The documents of a corpus as a stream of bytes, damaged ones among them."""
 
-import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from io import BufferedReader, FileIO
-from pathlib import Path
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
-from llmtrain.storage.errors import BadData, InputMissing, UsageError, read_error
+from llmtrain.corpus.inputs import Input, shown
+from llmtrain.corpus.streams import Broken, Damage, Progress, Text
+from llmtrain.storage.errors import BadData, read_error
 
 FILE = "file"
 LINE = "line"
 
-BOM = b"\xef\xbb\xbf"
+INVALID_UTF8 = "invalid_utf8"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are taken out of inputs."""
+
+    document: str = FILE
+    """Of plain text: FILE; LINE, without its line end ("\\n" or "\\r\\n"); or else the text of a line that separates
+    documents, whose own lines stay whole, the last line end included."""
 
 
 class Document(NamedTuple):
     """One document, not known to be UTF-8 yet, and where it comes from."""
 
     file: int
-    """Number of its file in the list of files."""
-    begin: int
-    """Byte of the file where `data` begins."""
+    """Number of its input in the list of inputs."""
+    ordinal: int
+    """Number of the document in its input, from 0; empty and damaged ones count."""
+    place: int
+    """Where it begins: the byte of the (decompressed) text where `data` begins; see inputs.PLACES for other forms."""
     size: int
-    """Bytes of the file that it stands for: its line end, its separator and a byte order mark count, so that the sizes
-    of a file's documents, where it has any, add up to the file's."""
+    """Bytes of text that it stands for. In plain text its line end, its separator and a byte order mark count, so that
+    the sizes of an undamaged file's documents, where it has any, add up to the file's."""
     data: bytes
+    """Empty where it is damaged."""
+    damage: Damage | None = None
 
 
-def find_files(inputs: Sequence[str], exclude: Iterable[Path] = ()) -> list[Path]:
-    """The files that `inputs` (files, folders, globs) name, each once: in the order of the inputs and, within one,
-    of the bytes of their paths. Below a folder, names that begin with a dot are left out, and so are devices, pipes
-    and links to folders. `exclude` are files that are never input, such as this command's own output.
+def read_documents(
+    inputs: Sequence[Input], reading: Reading, progress: Progress | None = None, start: tuple[int, int] = (0, 0)
+) -> Iterator[Document]:
+    """The documents of `inputs` in order; empty and damaged ones too, so that they can be counted.
 
-    Raises InputMissing for an input that names nothing.
+    Reading again gives the same documents; `start` (input, ordinal) leaves out those before it. A byte order mark at
+    the beginning of an input is dropped. An input that is damaged from some place on ends there with a document whose
+    damage is "truncated"; the whole documents before it were given. `progress` is told how much was read. Raises
+    InputMissing, StorageFailure.
     """
-    seen = {os.path.realpath(path) for path in exclude}
-    found = []
-    for name in inputs:
-        for path in _expand(name):
-            real = os.path.realpath(path)
-            if real not in seen:
-                seen.add(real)
-                found.append(path)
-    return found
+    progress = progress or Progress()
+    for file in range(start[0], len(inputs)):
+        documents = _read(file, inputs[file], reading, progress)
+        with closing(documents):
+            yield from islice(documents, start[1] if file == start[0] else 0, None)
 
 
-def refuse_to_overwrite(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[Path]) -> None:
-    """Raises UsageError where a file that was named to be read is one that would be written."""
-    read = {os.path.realpath(path) for path in inputs}
-    for path in outputs:
-        if os.path.realpath(path) in read:
-            raise UsageError(f"{shown(path)}: is read and would be written too: give --output another name")
+def _read(file: int, input: Input, reading: Reading, progress: Progress) -> Generator[Document, None, None]:
+    try:
+        with Text(input, progress, whole=reading.document == FILE) as text:
+            if reading.document == FILE:
+                yield _whole(file, text)
+            elif reading.document == LINE:
+                yield from _lines(file, text)
+            else:
+                yield from _separated(file, text, os.fsencode(reading.document))
+    except OSError as error:
+        raise read_error(error, input.name) from error
 
 
-def _expand(name: str) -> list[Path]:
-    # A file whose name looks like a glob is that file.
-    if os.path.isdir(name):
-        return _below(name)
-    if os.path.exists(name):
-        return [Path(name)]
-    if not glob.has_magic(name):
-        raise InputMissing(f"{name}: no such file or folder: put text there, or name it with --input")
-    matches = sorted(glob.glob(name, recursive=True), key=os.fsencode)
-    if not matches:
-        raise InputMissing(f"{name}: no file matches: check the pattern given as --input")
-    # `**` matches folders and what is in them; a folder that matched by itself means what is below it.
-    return [path for match in matches for path in (_below(match) if os.path.isdir(match) else [Path(match)])]
+def _whole(file: int, text: Text) -> Document:
+    """An input that is one document."""
+    try:
+        data = text.readall()
+    except Broken as broken:
+        return Document(file, 0, text.mark, 0, b"", broken.damage)
+    return Document(file, 0, text.mark, text.mark + len(data), data)
 
 
-def _below(folder: str) -> list[Path]:
-    def cannot_list(error: OSError) -> None:
-        raise read_error(error, error.filename or folder)
-
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=cannot_list):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
-    return [Path(path) for path in sorted(found, key=os.fsencode) if os.path.isfile(path)]
-
-
-def read_documents(files: Sequence[Path], document: str = FILE) -> Iterator[Document]:
-    """The documents of `files` in order; empty ones too, so that they can be counted.
-
-    `document` says what one is: FILE; LINE, without its line end ("\\n" or "\\r\\n"); or else the text of a line that
-    separates documents, whose own lines stay whole, the last line end included. A byte order mark at the beginning of a
-    file is dropped. Raises InputMissing, StorageFailure.
-    """
-    for number, path in enumerate(files):
-        try:
-            with BufferedReader(FileIO(path), 1 << 20) as stream:
-                mark = len(BOM) if stream.peek(len(BOM)).startswith(BOM) else 0
-                stream.read(mark)
-                if document == FILE:
-                    data = stream.read()
-                    yield Document(number, mark, mark + len(data), data)
-                elif document == LINE:
-                    yield from _lines(number, stream, mark)
-                else:
-                    yield from _separated(number, stream, mark, os.fsencode(document))
-        except OSError as error:
-            raise read_error(error, path) from error
+def _lines(file: int, text: Text) -> Iterator[Document]:
+    ordinal = begin = 0
+    try:
+        for line in text.buffered():
+            begin = begin or text.mark
+            data = line
+            if line.endswith(b"\n"):
+                data = line[: -2 if line.endswith(b"\r\n") else -1]
+            yield Document(file, ordinal, begin, len(line) + (0 if ordinal else text.mark), data)
+            begin += len(line)
+            ordinal += 1
+    except Broken as broken:
+        yield Document(file, ordinal, begin, 0, b"", broken.damage)
 
 
-def _lines(number: int, stream: Iterable[bytes], mark: int) -> Iterator[Document]:
-    begin, before = mark, mark
-    for line in stream:
-        data = line
-        if line.endswith(b"\n"):
-            data = line[: -2 if line.endswith(b"\r\n") else -1]
-        yield Document(number, begin, before + len(line), data)
-        begin, before = begin + len(line), 0
-
-
-def _separated(number: int, stream: Iterable[bytes], mark: int, separator: bytes) -> Iterator[Document]:
+def _separated(file: int, text: Text, separator: bytes) -> Iterator[Document]:
     lines: list[bytes] = []
-    begin, before, size = mark, mark, 0
-    for line in stream:
-        size += len(line)
-        if line.rstrip(b"\r\n") != separator:
-            lines.append(line)
-            continue
-        yield Document(number, begin, before + size, b"".join(lines))
-        lines, begin, before, size = [], begin + size, 0, 0
+    ordinal = begin = size = 0
+    try:
+        for line in text.buffered():
+            begin = begin or text.mark
+            size += len(line)
+            if line.rstrip(b"\r\n") != separator:
+                lines.append(line)
+                continue
+            yield Document(file, ordinal, begin, size + (0 if ordinal else text.mark), b"".join(lines))
+            lines, begin, size = [], begin + size, 0
+            ordinal += 1
+    except Broken as broken:
+        yield Document(file, ordinal, begin, 0, b"", broken.damage)
+        return
     if lines:
-        yield Document(number, begin, before + size, b"".join(lines))
+        yield Document(file, ordinal, begin, size + (0 if ordinal else text.mark), b"".join(lines))
 
 
 def blocks(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Document]]:
@@ -152,26 +142,18 @@ def falls_within(data: bytes | memoryview, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
 
-def not_utf8(path: Path, place: int) -> BadData:
-    """The error for a document of `path` that is not UTF-8 at the byte `place` of the file."""
-    return BadData(
-        f"{shown(path)}: not UTF-8 at byte {place}: convert the file, or leave such documents out with --on-bad skip"
-    )
-
-
-def shown(path: Path) -> str:
-    """`path` as it can be printed: a name need not be UTF-8."""
-    return os.fsencode(path).decode(errors="replace")
+def bad_data(input: Input, place: str, damage: Damage) -> BadData:
+    """The error for what stands at `place` (see Input.place) and is no document."""
+    where = shown(input.name)
+    if damage.reason == INVALID_UTF8:
+        what = f"{where}: not UTF-8 at {place}: convert the file"
+    else:
+        what = f"{where}: {damage.detail}, at {place}: get the file again"
+        if damage.reason == "truncated":
+            return BadData(f"{what}, or keep the whole documents before the damage with --on-bad skip")
+    return BadData(f"{what}, or leave such documents out with --on-bad skip")
 
 
 def plural(count: int, noun: str) -> str:
     """`count` of `noun`, for a line that a person reads."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def file_size(path: Path) -> int:
-    """In bytes. Raises InputMissing, StorageFailure."""
-    try:
-        return os.path.getsize(path)
-    except OSError as error:
-        raise read_error(error, path) from error

@@ -15,16 +15,9 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
-from llmtrain.corpus.documents import (
-    blocks,
-    file_size,
-    find_files,
-    not_utf8,
-    plural,
-    read_documents,
-    refuse_to_overwrite,
-    shown,
-)
+from llmtrain.corpus.documents import Damage, bad_data, blocks, plural, read_documents
+from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown, total_size
+from llmtrain.corpus.streams import Progress
 from llmtrain.corpus.token_file import BlockHashes, docs_path, manifest_path, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Task, encode_blocks
@@ -33,6 +26,9 @@ from llmtrain.storage.errors import BadData, StopRequested, write_error
 
 # Text that a worker gets at once: half a second's work, so the hand-over does not count, and little memory.
 BLOCK_BYTES = 1 << 20
+
+# Of each reason to leave documents of a file out, the manifest names so many places.
+FIRST_PLACES = 5
 
 # A terminal's worth: the counts of more files would push everything else out of sight, and the manifest has them.
 MOST_PRINTED = 100
@@ -57,9 +53,11 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int = BLOCK_BYTES) -> None:
     # A folder may well hold what this command itself reads and writes.
     written = [name for path in outputs for name in _names(path)]
     refuse_to_overwrite([config.tokenizer, *config.inputs], written)
-    files = find_files(config.inputs, [config.tokenizer, *written])
+    files = find_inputs(config.inputs, [config.tokenizer, *written])
     counts = _Counts(files, config.on_bad)
-    workers = min(config.workers or _cores(), counts.total // block_bytes + 1)
+    workers = config.workers or _cores()
+    if counts.total is not None and not any(file.compression for file in files):
+        workers = min(workers, counts.total // block_bytes + 1)
     with _stop_signals() as check:
         parts = _write_parts(config, tokenizer, outputs, counts, workers, block_bytes, check)
     _summary(parts, counts, time.perf_counter() - begin)
@@ -80,7 +78,8 @@ def _write_parts(
     try:
         with ExitStack() as stack:
             parts = [stack.enter_context(_part(path, len(files))) for path in outputs]
-            documents = blocks(read_documents(files, config.document), block_bytes)
+            progress = Progress()
+            documents = blocks(read_documents(files, config.reading, progress), block_bytes)
             tasks = encode_blocks(documents, tokenizer, workers, config.holdout, block_bytes, check)
             # A bar where stderr is a terminal.
             bar = tqdm(total=counts.total, unit="B", unit_scale=True, disable=None, desc="tokenizing")
@@ -89,7 +88,7 @@ def _write_parts(
                     counts.add(task)
                     _write(parts, task)
                     counts.report(task.files[-1], parts)
-                    bar.update(sum(task.sizes))
+                    bar.update(progress.bytes - bar.n)
                 counts.report(len(files), parts)
             if not parts[0].documents:
                 raise BadData(_nothing(config, files, sum(part.documents for part in parts)))
@@ -200,25 +199,28 @@ def _write(parts: list[_Part], task: Task) -> None:
 class _Counts:
     """What came of each input file."""
 
-    def __init__(self, files: list[Path], on_bad: str) -> None:
+    def __init__(self, files: list[Input], on_bad: str) -> None:
         self.files, self.on_bad = files, on_bad
-        self.total = sum(map(file_size, files))
+        self.total = total_size(files)
         self.bytes = [0] * len(files)
         self.left_out: list[dict[str, int]] = [{} for _ in files]
-        self._first: dict[tuple[int, str], int] = {}
+        self.first: list[dict[str, list[str]]] = [{} for _ in files]
         self._reported = 0
 
     def add(self, task: Task) -> None:
-        """Raises BadData for a document that is not UTF-8 and may not be left out."""
+        """Raises BadData for a damaged document that may not be left out."""
         assert task.encoded is not None
         for file, size in zip(task.files, task.sizes, strict=True):
             self.bytes[file] += size
         for number, reason, offset in task.encoded.left_out:
-            file, place = task.files[number], task.begins[number] + offset
-            if reason != "empty" and self.on_bad == "error":
-                raise not_utf8(self.files[file], place)
-            self.left_out[file][reason] = self.left_out[file].get(reason, 0) + 1
-            self._first.setdefault((file, reason), place)
+            file, damage = task.files[number], task.damages[number] or Damage(reason, "")
+            place = self.files[file].place(task.places[number], offset)
+            if damage.reason != "empty" and self.on_bad == "error":
+                raise bad_data(self.files[file], place, damage)
+            self.left_out[file][damage.reason] = self.left_out[file].get(damage.reason, 0) + 1
+            first = self.first[file].setdefault(damage.reason, [])
+            if len(first) < FIRST_PLACES:
+                first.append(place)
 
     def report(self, end: int, parts: list[_Part]) -> None:
         """Prints the counts of the files before number `end` that were not printed yet; of very many, only those of
@@ -227,9 +229,9 @@ class _Counts:
         for file in range(self._reported, end):
             tokens = sum(int(part.file_tokens[file]) for part in parts)
             documents = sum(int(part.file_documents[file]) for part in parts)
-            line = f"{shown(self.files[file])}: {tokens:,} tokens, {plural(documents, 'document')}"
+            line = f"{shown(self.files[file].name)}: {tokens:,} tokens, {plural(documents, 'document')}"
             for reason, count in sorted(self.left_out[file].items()):
-                line += f", {count:,} {reason} left out (the first at byte {self._first[file, reason]})"
+                line += f", {count:,} {reason} left out (the first at {self.first[file][reason][0]})"
             if len(self.files) <= MOST_PRINTED or set(self.left_out[file]) - {"empty"}:
                 lines.append(line)
         if lines:
@@ -240,17 +242,18 @@ class _Counts:
         """The manifest's `inputs` of a part. What was left out is said once, with the part that is trained on."""
         return [
             {
-                "path": os.fspath(path),
+                "path": one.name,
                 "bytes": self.bytes[file],
                 "documents": int(part.file_documents[file]),
                 "tokens": int(part.file_tokens[file]),
                 "skipped": dict(sorted(self.left_out[file].items())) if with_left_out else {},
             }
-            for file, path in enumerate(self.files)
+            | ({"skipped_at": dict(sorted(self.first[file].items()))} if with_left_out and self.first[file] else {})
+            for file, one in enumerate(self.files)
         ]
 
 
-def _nothing(config: TokenizeConfig, files: list[Path], held_out: int) -> str:
+def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:
     where = ", ".join(config.inputs)
     if held_out:
         return f"{where}: all documents ({held_out}) fell into the held-out share of {config.holdout}: lower --holdout"

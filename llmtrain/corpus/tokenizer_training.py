@@ -2,22 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
-from llmtrain.corpus.documents import (
-    falls_within,
-    file_size,
-    find_files,
-    not_utf8,
-    plural,
-    read_documents,
-    refuse_to_overwrite,
-    shown,
-)
+from llmtrain.corpus.documents import INVALID_UTF8, Damage, bad_data, falls_within, plural, read_documents
+from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown, total_size
+from llmtrain.corpus.streams import Progress
 from llmtrain.storage.atomic import write_bytes
 from llmtrain.storage.errors import BadData
 
@@ -29,12 +21,12 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     """
     begin = time.perf_counter()
     refuse_to_overwrite(config.inputs, [config.output])
-    files = find_files(config.inputs, [config.output])
-    total = sum(map(file_size, files))
+    files = find_inputs(config.inputs, [config.output])
+    total = total_size(files)
     counts = {"documents": 0, "bytes": 0, "left out": 0}
     # A bar where stderr is a terminal.
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="reading") as bar:
-        texts = _texts(config, files, config.sample_bytes / max(total, 1), counts, bar)
+        texts = _texts(config, files, config.sample_bytes / max(total or 1, 1), counts, bar)
         data = tokenizer.train(texts, config.vocab_size)
     if not counts["bytes"]:
         raise BadData(f"{', '.join(config.inputs)}: no text to learn from: check what --input names")
@@ -44,25 +36,30 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     print(
         f"{shown(config.output)}: {vocab_size:,} tokens, learnt from {counts['bytes'] / 1e6:,.1f} MB in "
         f"{plural(counts['documents'], 'document')} of {plural(len(files), 'file')} in {seconds:,.1f} s"
-        + (f", {plural(counts['left out'], 'document')} left out (not UTF-8)" if counts["left out"] else "")
+        + (f", {plural(counts['left out'], 'document')} left out (damaged)" if counts["left out"] else "")
     )
     if vocab_size < config.vocab_size:
         print(f"The text has too few different words for {config.vocab_size:,} tokens; {vocab_size:,} were found.")
 
 
 def _texts(
-    config: TokenizerConfig, files: list[Path], share: float, counts: dict[str, int], bar: tqdm
+    config: TokenizerConfig, files: list[Input], share: float, counts: dict[str, int], bar: tqdm
 ) -> Iterator[str]:
     """The text of the documents in the `share`; what was seen is added to `counts`."""
-    for document in read_documents(files, config.document):
-        bar.update(document.size)
-        if not falls_within(document.data, share):
+    progress = Progress()
+    for document in read_documents(files, config.reading, progress):
+        bar.update(progress.bytes - bar.n)
+        if not document.damage and not falls_within(document.data, share):
             continue
+        damage, offset = document.damage, 0
         try:
             text = document.data.decode()
         except UnicodeDecodeError as error:
+            damage, offset = Damage(INVALID_UTF8, ""), error.start
+        if damage:
+            input = files[document.file]
             if config.on_bad == "error":
-                raise not_utf8(files[document.file], document.begin + error.start) from error
+                raise bad_data(input, input.place(document.place, offset), damage)
             counts["left out"] += 1
             continue
         counts["documents"] += 1

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
-from llmtrain.corpus.documents import Document, falls_within
+from llmtrain.corpus.documents import INVALID_UTF8, Damage, Document, falls_within
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage.errors import InternalError, LlmtrainError
 
@@ -55,7 +55,7 @@ def encode_block(tokenizer: Tokenizer, documents: Sequence[bytes | memoryview], 
         try:
             text = str(data, "utf-8")
         except UnicodeDecodeError as error:
-            left_out.append((number, "invalid_utf8", error.start))
+            left_out.append((number, INVALID_UTF8, error.start))
             continue
         if text:
             texts.append(text)
@@ -70,11 +70,13 @@ def encode_block(tokenizer: Tokenizer, documents: Sequence[bytes | memoryview], 
 
 @dataclass
 class Task:
-    """A block on its way: its documents until they are sent, their places in the files, and then its ids."""
+    """A block on its way: where its documents come from (see Document), and then its ids."""
 
     files: list[int]
-    begins: list[int]
+    ordinals: list[int]
+    places: list[int]
     sizes: list[int]
+    damages: list[Damage | None]
     nbytes: int
     encoded: Encoded | None = None
 
@@ -160,8 +162,8 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 def _send(worker: _Worker, block: list[Document]) -> Task:
-    files, begins, sizes, datas = map(list, zip(*block, strict=True))
-    task = Task(files, begins, sizes, _nbytes(block))
+    files, ordinals, places, sizes, datas, damages = map(list, zip(*block, strict=True))
+    task = Task(files, ordinals, places, sizes, damages, _nbytes(block))
     try:
         worker.connection.send([len(data) for data in datas])
         worker.connection.send_bytes(b"".join(datas))

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmtrain.corpus.documents import BOM, Document, blocks, falls_within, find_files, read_documents
+from llmtrain.corpus.documents import Document, Reading, blocks, falls_within, read_documents
+from llmtrain.corpus.inputs import find_inputs
+from llmtrain.corpus.streams import BOM, MAGIC
 from llmtrain.storage.errors import InputMissing
 
 
@@ -28,7 +30,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(*inputs: str, exclude: Sequence[Path] = ()) -> list[str]:
-    return [str(path) for path in find_files(inputs, exclude)]
+    return [one.name for one in find_inputs(inputs, exclude)]
 
 
 def test_a_folder_means_every_plain_file_below_it_sorted(tree: Path):
@@ -65,12 +67,14 @@ def test_what_is_excluded_is_no_input(tree: Path):
 @pytest.mark.parametrize("missing", ["none.txt", "none*.txt", "a.txt/x"])
 def test_an_input_that_names_nothing_is_missing(tree: Path, missing: str):
     with pytest.raises(InputMissing, match="none|a.txt/x"):
-        find_files(["a.txt", missing])
+        find_inputs(["a.txt", missing])
 
 
 def test_a_file_that_goes_away_is_missing(tree: Path):
-    with pytest.raises(InputMissing, match="none"):
-        list(read_documents([tree / "none"]))
+    inputs = find_inputs(["a.txt"])
+    (tree / "a.txt").unlink()
+    with pytest.raises(InputMissing, match="a.txt"):
+        list(read_documents(inputs, Reading()))
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +84,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(path: Path, data: bytes, document: str) -> list[Document]:
     path.write_bytes(data)
-    documents = list(read_documents([path], document))
+    documents = list(read_documents(find_inputs([str(path)]), Reading(document)))
     assert sum(one.size for one in documents) == (len(data) if documents else 0)
     assert documents or data in (b"", BOM)
     for one in documents:
-        assert data[one.begin : one.begin + len(one.data)] == one.data
+        assert data[one.place : one.place + len(one.data)] == one.data
     return documents
 
 
@@ -113,6 +117,7 @@ def test_documents_of_a_file(tmp_path: Path, document: str, data: bytes, expecte
 @settings(deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["file", "line", "-"]))
 def test_the_sizes_of_documents_add_up_to_the_file(scratch: Path, data: bytes, document: str):
+    assume(not data.startswith(tuple(MAGIC.values())))
     read(scratch, data.replace(b"\x00", b"\n").replace(b"\x01", b"\n-\n"), document)
 
 
@@ -120,14 +125,14 @@ def test_a_pipe_can_be_read(tmp_path: Path):
     reader, writer = os.pipe()
     os.write(writer, BOM + b"a\nb\n")
     os.close(writer)
-    assert [one.data for one in read_documents([Path(f"/dev/fd/{reader}")], "line")] == [b"a", b"b"]
+    assert [one.data for one in read_documents(find_inputs([f"/dev/fd/{reader}"]), Reading("line"))] == [b"a", b"b"]
     os.close(reader)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 100))
 def test_blocks_are_whole_documents_and_only_one_document_is_longer(sizes: list[int], limit: int):
-    documents = [Document(0, 0, size, b"x" * size) for size in sizes]
+    documents = [Document(0, number, 0, size, b"x" * size) for number, size in enumerate(sizes)]
     cut = list(blocks(documents, limit))
     assert [one for block in cut for one in block] == documents
     assert all(block and (len(block) == 1 or sum(one.size for one in block) <= limit) for block in cut)

@@ -32,7 +32,7 @@ def no_worker_is_left() -> bool:
 
 def of(text: str) -> list[Document]:
     data = text.encode()
-    return [Document(0, 0, len(data), data)]
+    return [Document(0, 0, 0, len(data), data)]
 
 
 def test_blocks_come_in_order_though_they_take_unequal_time(tokenizer: Tokenizer):

@@ -1,0 +1,132 @@
+"""Which inputs a corpus is made of: files, folders, globs and standard input, each with the form of what is in it."""
+
+import glob
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.storage.errors import InputMissing, UsageError, read_error
+
+STDIN = "-"
+
+TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
+
+# Names that say what is in a file. Any other is plain text: source code has endings without number, or none.
+SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
+GZIP, ZSTD = "gzip", "zstd"
+COMPRESSIONS = {".gz": GZIP, ".zst": ZSTD, ".zstd": ZSTD}
+
+# What the place of a document in its input counts, from 0 for bytes and from 1 for the others.
+PLACES = {TEXT: "byte", JSONL: "line", PARQUET: "row"}
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file to read, or standard input."""
+
+    name: str
+    """What opens it: a path, or `-`."""
+    format: str
+    """TEXT, JSONL or PARQUET: what it holds once it is decompressed."""
+    compression: str
+    """GZIP or ZSTD where its name says that it must be that; else "", and it is looked at."""
+    size: int | None
+    """Bytes as they are stored; None where nothing says it before the end (standard input, a pipe)."""
+    version: str
+    """Differs when its content was changed: the time of a file's last change in ns; "" where nothing tells."""
+
+    def place(self, place: int, offset: int = 0) -> str:
+        """A document's place in it (see Document) as a person reads it; `offset` is a byte of the document."""
+        return f"{PLACES[self.format]} {place + (offset if self.format == TEXT else 0)}"
+
+
+def find_inputs(names: Sequence[str], exclude: Iterable[Path] = (), format: str = "auto") -> list[Input]:
+    """The inputs that `names` (files, folders, globs, `-` for standard input) mean, each once: in the order of the
+    names and, within one, of the bytes of their paths. Below a folder, names that begin with a dot are left out, and so
+    are devices, pipes and links to folders. `exclude` are files that are never input, such as a command's own output.
+
+    `format` is what all of them hold; with "auto" the end of each name says it (SUFFIXES). Raises InputMissing for a
+    name that means nothing, UsageError for what cannot be read as a stream.
+    """
+    seen = {os.path.realpath(path) for path in exclude}
+    found = []
+    for name in names:
+        if name == STDIN:
+            if STDIN not in seen:
+                seen.add(STDIN)
+                found.append(_input(STDIN, format, None, ""))
+            continue
+        for path in _expand(name):
+            real = os.path.realpath(path)
+            if real not in seen:
+                seen.add(real)
+                found.append(_local(path, format))
+    return found
+
+
+def total_size(inputs: Iterable[Input]) -> int | None:
+    """Bytes of all as they are stored; None where one cannot say."""
+    sizes = [one.size for one in inputs]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def refuse_to_overwrite(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[Path]) -> None:
+    """Raises UsageError where a file that was named to be read is one that would be written."""
+    read = {os.path.realpath(path) for path in inputs}
+    for path in outputs:
+        if os.path.realpath(path) in read:
+            raise UsageError(f"{shown(path)}: is read and would be written too: give --output another name")
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """`path` as it can be printed: a name need not be UTF-8."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def _local(path: str, format: str) -> Input:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise read_error(error, path) from error
+    if stat.S_ISREG(status.st_mode):
+        return _input(path, format, status.st_size, str(status.st_mtime_ns))
+    return _input(path, format, None, "")
+
+
+def _input(name: str, format: str, size: int | None, version: str) -> Input:
+    stem, suffix = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(suffix, "")
+    if format == "auto":
+        format = SUFFIXES.get(os.path.splitext(stem)[1] if compression else suffix, TEXT)
+    if format == PARQUET and (compression or size is None):
+        what = f"Parquet inside {compression}" if compression else "Parquet from a pipe"
+        raise UsageError(f"{shown(name)}: {what} cannot be read, its index comes last: make a plain file of it")
+    return Input(str(Path(name)), format, compression, size, version)
+
+
+def _expand(name: str) -> list[str]:
+    # A file whose name looks like a glob is that file.
+    if os.path.isdir(name):
+        return _below(name)
+    if os.path.exists(name):
+        return [name]
+    if not glob.has_magic(name):
+        raise InputMissing(f"{name}: no such file or folder: put text there, or name it with --input")
+    matches = sorted(glob.glob(name, recursive=True), key=os.fsencode)
+    if not matches:
+        raise InputMissing(f"{name}: no file matches: check the pattern given as --input")
+    # `**` matches folders and what is in them; a folder that matched by itself means what is below it.
+    return [path for match in matches for path in (_below(match) if os.path.isdir(match) else [match])]
+
+
+def _below(folder: str) -> list[str]:
+    def cannot_list(error: OSError) -> None:
+        raise read_error(error, error.filename or folder)
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=cannot_list):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+    return [path for path in sorted(found, key=os.fsencode) if os.path.isfile(path)]
