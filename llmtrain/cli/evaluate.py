@@ -44,6 +44,7 @@ def command(given: dict[str, Any], as_json: bool) -> None:
         batch_size=config.batch_size,
         max_windows=config.max_windows,
         tokenizer=tokenizer,
+        document_mask=data.get("document_mask", False),
     ):
         if as_json:
             click.echo(json.dumps({"step": step, **dataclasses.asdict(result)}))

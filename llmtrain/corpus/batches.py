@@ -36,6 +36,8 @@ class Batch:
     """(B, T) int32, the column where the token's document begins; 0 where it began before the window"""
     sequences: int
     """rows that are not missing"""
+    pairs: int
+    """(query, key) pairs that attend in those rows, counted document by document where there is a document mask"""
 
 
 def micro_batches(*, start: int, stop: int, sequences_per_step: int, batch_size: int) -> Iterator[np.ndarray]:
@@ -61,11 +63,12 @@ def _locate(order: SampleOrder, samples: np.ndarray) -> tuple[np.ndarray, np.nda
 def _empty(rows: int, seq_len: int, pinned: bool) -> Batch:
     """Tensors for a batch on the host, unwritten."""
     ids, targets = (torch.empty((rows, seq_len), dtype=torch.int64, pin_memory=pinned) for _ in range(2))
-    return Batch(ids, targets, torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned), rows)
+    return Batch(ids, targets, torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned), rows, 0)
 
 
-def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_mask: bool, batch: Batch) -> None:
-    """Writes the rows located at `source`, `window` (B,) into the host tensors of `batch`, (B, T)."""
+def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_mask: bool, batch: Batch) -> np.ndarray:
+    """Writes the rows located at `source`, `window` (B,) into the host tensors of `batch`, (B, T). Returns the pairs
+    that attend in each row, (B,) int64, none in a missing one."""
     rows, seq_len = batch.ids.shape
     tokens = np.zeros((rows, seq_len + 1), np.uint16)
     starts = [np.arange(rows) * seq_len]
@@ -88,11 +91,15 @@ def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_m
     begin = np.sort(np.concatenate(starts))  # flat position of each run of one document
     length = np.append(begin[1:], rows * seq_len) - begin
     doc_start.reshape(-1)[:] = np.repeat((begin % seq_len).astype(np.int32), length)
+    if not document_mask:
+        length, begin = np.full(rows, seq_len), np.arange(rows) * seq_len
+    pairs = np.add.reduceat(length * (length + 1) // 2, np.searchsorted(begin, np.arange(rows) * seq_len))
+    return np.where(source < 0, 0, pairs)
 
 
-def _rows(batch: Batch, begin: int, end: int, sequences: int) -> Batch:
+def _rows(batch: Batch, begin: int, end: int, sequences: int, pairs: int = 0) -> Batch:
     """A part of a batch, sharing its memory."""
-    return Batch(batch.ids[begin:end], batch.targets[begin:end], batch.doc_start[begin:end], sequences)
+    return Batch(batch.ids[begin:end], batch.targets[begin:end], batch.doc_start[begin:end], sequences, pairs)
 
 
 def check_document_mask(order: SampleOrder) -> None:
@@ -111,19 +118,27 @@ def assemble(order: SampleOrder, samples: np.ndarray, document_mask: bool = Fals
         check_document_mask(order)
     source, window = _locate(order, samples)
     batch = _empty(len(samples), order.seq_len, pinned=False)
-    _fill(order, source, window, document_mask, batch)
-    return _rows(batch, 0, len(samples), int((samples >= 0).sum()))
+    pairs = _fill(order, source, window, document_mask, batch)
+    return _rows(batch, 0, len(samples), int((samples >= 0).sum()), int(pairs.sum()))
 
 
 def held_out_batches(
-    file: TokenFile, seq_len: int, batch_size: int, windows: int, device: str | torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, targets), each (batch_size, seq_len) int64 on `device`, of `windows` windows spread evenly over `file`.
+    file: TokenFile,
+    seq_len: int,
+    batch_size: int,
+    windows: int,
+    device: str | torch.device,
+    document_mask: bool = False,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """(ids, targets, doc_start), each (batch_size, seq_len) on `device`, of `windows` windows spread evenly over
+    `file`; doc_start is None without a document mask.
 
     In the order of the file; 0 windows means all. The last batch is filled up with missing rows. Raises BadData for a
-    file shorter than a window or an id beyond the vocabulary.
+    file shorter than a window or an id beyond the vocabulary, UsageError as `check_document_mask`.
     """
     order = SampleOrder([Source(file.path.name, file, 1.0)], seq_len, seed=0)
+    if document_mask:
+        check_document_mask(order)
     available = file.windows(seq_len)
     count = min(windows or available, available)
     chosen = np.arange(count) * available // count
@@ -134,8 +149,9 @@ def held_out_batches(
         window[: len(present)] = present
         source[: len(present)] = 0
         batch = _empty(batch_size, seq_len, pinned=False)
-        _fill(order, source, window, False, batch)
-        yield batch.ids.to(device), batch.targets.to(device)
+        _fill(order, source, window, document_mask, batch)
+        doc_start = batch.doc_start.to(device) if document_mask else None
+        yield batch.ids.to(device), batch.targets.to(device), doc_start
 
 
 @dataclass(frozen=True)
@@ -152,6 +168,8 @@ class _Filled:
 
     batch: Batch
     sequences: list[int]
+    """of each micro-batch"""
+    pairs: list[int]
     """of each micro-batch"""
     pinned: _Pinned | None
 
@@ -238,9 +256,10 @@ class BatchStream:
                 else:
                     pinned.copied.synchronize()
                     batch = _rows(pinned.batch, 0, len(source), len(source))
-                _fill(self._order, source, window, self._document_mask, batch)
+                pairs = _fill(self._order, source, window, self._document_mask, batch)
                 sequences = (source >= 0).reshape(-1, self._batch_size).sum(1).tolist()
-                self._ready.put(_Filled(batch, sequences, pinned))
+                by_group = pairs.reshape(-1, self._batch_size).sum(1).tolist()
+                self._ready.put(_Filled(batch, sequences, by_group, pinned))
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
@@ -262,11 +281,12 @@ class BatchStream:
                     batch.targets.to(self._device, non_blocking=True),
                     batch.doc_start.to(self._device, non_blocking=True),
                     batch.sequences,
+                    batch.pairs,
                 )
                 made.pinned.copied.record(torch.cuda.current_stream(self._device))
             self._free.put(made.pinned)
-            for i, sequences in enumerate(made.sequences):
-                yield _rows(batch, i * self._batch_size, (i + 1) * self._batch_size, sequences)
+            for i, (sequences, pairs) in enumerate(zip(made.sequences, made.pairs, strict=True)):
+                yield _rows(batch, i * self._batch_size, (i + 1) * self._batch_size, sequences, pairs)
 
     def __iter__(self) -> "BatchStream":
         return self

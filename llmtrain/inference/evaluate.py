@@ -65,16 +65,18 @@ def evaluate_sources(
     batch_size: int,
     max_windows: int = 0,
     tokenizer: Tokenizer | None = None,
+    document_mask: bool = False,
 ) -> Iterator[Evaluation]:
     """Evaluates one source after the other on windows of `seq_len` tokens: `max_windows` of each, spread evenly over
-    it, or all (0). A bar on a terminal's stderr shows how far it is."""
+    it, or all (0), with attention within documents or not, as the model was trained. A bar on a terminal's stderr shows
+    how far it is."""
     device = model.head_weight.device
     table = None if tokenizer is None else _bytes_table(tokenizer, model.config.vocab_size).to(device)
     for source in sources:
         available = source.file.windows(seq_len)
         windows = min(max_windows or available, available)
         rows = min(batch_size, windows)
-        batches = held_out_batches(source.file, seq_len, rows, windows, device)
+        batches = held_out_batches(source.file, seq_len, rows, windows, device, document_mask)
         bar = tqdm(batches, source.name, total=-(-windows // rows), unit="batch", leave=False, disable=None)
         sums = evaluate(model, bar, table)
         yield Evaluation(

@@ -105,14 +105,17 @@ def choose_backend(
     return Backend(FLASH, f"cuDNN {cannot or 'was measured to be faster on compute capability 9 and 10 only'}")
 
 
-def training_backend(asked: str, dtype: torch.dtype, head_dim: int, seq_len: int, device: torch.device) -> Backend:
+def training_backend(
+    asked: str, dtype: torch.dtype, head_dim: int, seq_len: int, device: torch.device, masked: bool = False
+) -> Backend:
     """The backend of training on whole windows: what `asked` names, or what `auto` takes.
 
-    Raises ValueError, half a sentence, where the one named cannot do it.
+    `masked`: attention stays within the documents of a window. Raises ValueError, half a sentence, where the one named
+    cannot do it.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    case = dtype, head_dim, seq_len, seq_len, False, capability, deterministic
+    case = dtype, head_dim, seq_len, seq_len, masked, capability, deterministic
     if asked == AUTO:
         return choose_backend(*case)
     cannot = why_not(asked, *case)

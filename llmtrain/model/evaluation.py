@@ -40,9 +40,10 @@ class EvaluationSums:
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Iterable[tuple[Tensor, Tensor]], token_bytes: Tensor | None = None
+    model: Transformer, batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], token_bytes: Tensor | None = None
 ) -> EvaluationSums:
-    """Sums over `batches` of (ids, targets), each (B, T) int64 on the model's device.
+    """Sums over `batches` of (ids, targets, doc_start) on the model's device: each (B, T), the first two int64, the
+    third as in `Transformer.forward`, or None.
 
     token_bytes: (vocab_size,) int64, bytes of text of each id. Draws no random number and writes no weight; waits for
     the device once, at the end.
@@ -50,8 +51,8 @@ def evaluate(
     device = model.head_weight.device
     nats = torch.zeros((), dtype=torch.float64, device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
-    for ids, targets in batches:
-        loss = model.loss(ids, targets)
+    for ids, targets, doc_start in batches:
+        loss = model.loss(ids, targets, doc_start)
         nats += loss.lm
         counts[0] += loss.n_targets
         if token_bytes is not None:

@@ -53,21 +53,30 @@ def attention_flops(config: ModelConfig, lengths: Iterable[int], windows: Iterab
     return 12 * config.n_heads * config.head_dim * pairs
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Exact FLOPs a token of one training step on full windows of seq_len tokens, forward and backward."""
-    return 6 * parameter_counts(config).in_matmuls + attention_flops(config, [seq_len]) / seq_len
+def flops_per_token(config: ModelConfig, seq_len: int, pairs: float | None = None) -> float:
+    """Exact FLOPs a token of one training step on windows of seq_len tokens, forward and backward.
+
+    pairs: (query, key) pairs that attend, a token; those of whole windows where not given.
+    """
+    if pairs is None:
+        pairs = causal_pairs(seq_len) / seq_len
+    return 6 * parameter_counts(config).in_matmuls + 12 * config.n_layers * config.n_heads * config.head_dim * pairs
 
 
-def rerun_flops_per_token(config: ModelConfig, seq_len: int, checkpoint_activations: CheckpointActivations) -> float:
+def rerun_flops_per_token(
+    config: ModelConfig, seq_len: int, checkpoint_activations: CheckpointActivations, pairs: float | None = None
+) -> float:
     """FLOPs a token that the backward runs again, which HFU counts and MFU does not.
 
-    "full": each block's forward but for its last matmul, down. "selective" runs no matmul again.
+    "full": each block's forward but for its last matmul, down. "selective" runs no matmul again. `pairs`: as above.
     """
     if checkpoint_activations != "full":
         return 0.0
     c = config
     block = c.d_model * (c.qkv_width + c.n_heads * c.head_dim + 2 * c.d_ff)
-    return 2 * c.n_layers * block + attention_flops(c, [seq_len]) / 3 / seq_len
+    if pairs is None:
+        pairs = causal_pairs(seq_len) / seq_len
+    return 2 * c.n_layers * block + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
 
 
 def classic_flops_per_token(config: ModelConfig, seq_len: int) -> float:

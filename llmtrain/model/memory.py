@@ -41,8 +41,9 @@ class MemoryPlan:
 
 
 def kept_by_layer(
-    c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int
-) -> dict[str, int]:
+    c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int,
+    document_mask: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """What one block keeps for its backward."""
     d, q, kv, f = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_ff
     if checkpoint_activations == "full":
@@ -67,8 +68,8 @@ def kept_by_layer(
             kept["qkv"] = q * n * width + (kept["qkv"] if c.qk_norm else 0)
     else:
         kept["statistics"] += 4 * c.n_heads * n
-    if attention == TRITON:
-        kept["statistics"] += 4 * n  # where each query's document begins
+    if attention == TRITON and not document_mask:
+        kept["statistics"] += 4 * n  # where each query's document begins, which is the batch's own with a mask
     return kept
 
 
@@ -92,6 +93,7 @@ def training_memory(
     checkpoint_activations: CheckpointActivations = "none",
     attention: str = CUDNN,
     device: torch.device | str = "cuda",
+    document_mask: bool = False,
 ) -> MemoryPlan:
     """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs."""
     c, n = config, batch_size * seq_len
@@ -105,11 +107,11 @@ def training_memory(
         "gradients": 4 * parameters,
         "moments": 8 * parameters,
         "operands": width * parameters if precision == "bf16" else 0,
-        "batch and tables": 2 * 8 * n + 4 * c.max_seq_len * c.head_dim,
+        "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
     }
 
-    layer = kept_by_layer(c, n, width, checkpoint_activations, attention, seq_len)
+    layer = kept_by_layer(c, n, width, checkpoint_activations, attention, seq_len, document_mask)
     activations = {name: c.n_layers * size for name, size in layer.items() if size}
     row = d * n * width
     activations["stream"] += row  # the last norm's
@@ -120,7 +122,7 @@ def training_memory(
     final = row + 4 * n  # what the last norm keeps, gone when the blocks' backward begins
     again = 0
     if checkpoint_activations == "full":
-        layer = kept_by_layer(c, n, width, "none", attention, seq_len)
+        layer = kept_by_layer(c, n, width, "none", attention, seq_len, document_mask)
         again = sum(layer.values())  # its input is there already, but the result that nobody reads takes as much
     of_feed_forward = layer["gate and up"] + layer["SwiGLU"] + layer["normed rows"] // 2 + row + 4 * n
     remade = f * n * width if checkpoint_activations == "selective" else 0

@@ -34,6 +34,8 @@ class DataConfig:
     """Token file to train on; repeat it to mix several by weight."""
     seq_len: int = field(default=1024, metadata=DEFINES)
     """Length of a sample, in tokens."""
+    document_mask: bool = field(default=False, metadata=DEFINES)
+    """Attention within documents; the target behind a document's end is then ignored."""
     val_tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
     """Held-out token file to evaluate on; repeat it to evaluate on several."""
 

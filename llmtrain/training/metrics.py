@@ -106,12 +106,22 @@ class RunLog:
         self.write("event", step, tokens, event=name, text=text, **fields)
         self.line(f"step {step}: {text}")
 
-    def train(self, step: int, tokens: int, epoch: float, figures: dict[str, float], lr: float, rate: float) -> None:
-        """A train line; `figures` are of this very step, `rate` is tokens a second since the line before."""
+    def train(
+        self,
+        step: int,
+        tokens: int,
+        epoch: float,
+        figures: dict[str, float],
+        lr: float,
+        rate: float,
+        flops: tuple[float, float],
+    ) -> None:
+        """A train line; `figures` are of this very step, `rate` is tokens a second since the line before, `flops` what
+        a token cost since then: as counted, and what was run again beyond that."""
         peak = self.plan.peak_flops
-        achieved = rate * self.plan.flops_per_token
+        achieved = rate * flops[0]
         mfu = achieved / peak if peak else None
-        hfu = rate * (self.plan.flops_per_token + self.plan.rerun_flops_per_token) / peak if peak else None
+        hfu = rate * sum(flops) / peak if peak else None
         ppl = math.exp(min(figures["lm_loss"], 700.0))
         fields = {**figures, "ppl": ppl, "lr": lr, "epoch": epoch, "tok_per_s": rate, "mfu": mfu, "hfu": hfu}
         self.write("train", step, tokens, **fields, tflops=achieved / 1e12, **memory())

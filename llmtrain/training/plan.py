@@ -2,14 +2,18 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder
 from llmtrain.kernels.attention import Backend
 from llmtrain.model.flops import (
+    causal_pairs,
     classic_flops_per_token,
     flops_per_token,
     parameter_counts,
@@ -21,6 +25,9 @@ from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.schedule import learning_rate
+
+PAIRS_OF = 1 << 17
+"""Tokens from the beginning of the run whose documents stand for all, in the plan."""
 
 MFU_GUESS = 0.4
 """Share of the peak that the expected hours assume, until the first log line knows better."""
@@ -34,8 +41,11 @@ class Plan:
     total_steps: int
     sequences_per_step: int
     flops_per_token: float
-    rerun_flops_per_token: float
-    """What activation checkpointing runs again, beyond that."""
+    """Where a document mask makes it depend on the batch, that of the run's first ones."""
+    pairs_per_token: float
+    """(query, key) pairs that attend, for a token, of those same batches."""
+    flops: Callable[[float], tuple[float, float]]
+    """(query, key) pairs that attend, a token -> FLOPs a token, and what is run again beyond that."""
     peak_flops: float | None
     """FLOP/s of the device; None where its name is not in the table."""
     attention: Backend
@@ -59,14 +69,22 @@ def make_plan(
         total_samples = max(1, round(config.schedule.epochs * order.samples_per_epoch))
     if total_samples * config.data.seq_len >= 1 << 62:
         raise UsageError(f"{total_samples:.3g} samples are more than can be counted: lower --total-steps or --epochs")
+
+    def flops(pairs: float) -> tuple[float, float]:
+        model, seq_len, mode = config.model, config.data.seq_len, config.run.checkpoint_activations
+        return flops_per_token(model, seq_len, pairs), rerun_flops_per_token(model, seq_len, mode, pairs)
+
+    pairs = causal_pairs(config.data.seq_len) / config.data.seq_len
+    if config.data.document_mask:
+        looked_at = assemble(order, np.arange(max(1, PAIRS_OF // config.data.seq_len)), document_mask=True)
+        pairs = looked_at.pairs / looked_at.ids.numel()
     return Plan(
         total_samples=total_samples,
         total_steps=math.ceil(total_samples / per_step),
         sequences_per_step=per_step,
-        flops_per_token=flops_per_token(config.model, config.data.seq_len),
-        rerun_flops_per_token=rerun_flops_per_token(
-            config.model, config.data.seq_len, config.run.checkpoint_activations
-        ),
+        flops_per_token=flops(pairs)[0],
+        pairs_per_token=pairs,
+        flops=flops,
         peak_flops=peak_flops(device_name),
         attention=attention,
         memory=training_memory(
@@ -77,6 +95,7 @@ def make_plan(
             checkpoint_activations=config.run.checkpoint_activations,
             attention=attention.name,
             device=device,
+            document_mask=config.data.document_mask,
         ),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
     )
@@ -133,12 +152,16 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     on_disk = min(saves, run.keep_checkpoints) * checkpoint_bytes(config)
     free = shutil.disk_usage(_existing(run.run_dir)).free
     total_tokens = plan.total_samples * seq_len
+    documents = ""
+    if config.data.document_mask:
+        share = plan.pairs_per_token / (causal_pairs(seq_len) / seq_len)
+        documents = f"; within documents, {share:.0%} of the pairs of whole windows"
     lines = [
         f"model       {counts.total:,} parameters, {counts.active:,} active: "
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
         f"{model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size:,}",
         f"device      {device_name}, {run.precision}" + (", deterministic" if run.deterministic else ""),
-        f"attention   {plan.attention.name}: {plan.attention.why}",
+        f"attention   {plan.attention.name}: {plan.attention.why}" + documents,
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
         f"micro-batch{'es' if micro > 1 else ''} of {run.batch_size}",
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "

@@ -37,9 +37,9 @@ def train(config: TrainConfig, resume: bool) -> None:
         make_deterministic()
     device = start.pick_device(config.run.device)
     config, order, validation = start.open_corpus(config)
-    settings = config.run
+    settings, data = config.run, config.data
     attention = start.pick_attention(
-        settings.attention, settings.precision, config.model.head_dim, config.data.seq_len, device
+        settings.attention, settings.precision, config.model.head_dim, data.seq_len, device, data.document_mask
     )
     plan = make_plan(config, order, device, start.device_name(device), attention)
     start.check_memory(plan, device)
@@ -142,6 +142,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     throughput = Throughput()
     health = Health(step, run.at_step, plan.total_steps)
     waited = 0.0
+    pairs = 0  # that attended since the last train line
 
     def tokens() -> int:
         return plan.samples(run.at_step) * seq_len
@@ -206,6 +207,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
         sequences_per_step=plan.sequences_per_step,
         batch_size=settings.batch_size,
         device=run.device,
+        document_mask=run.config.data.document_mask,
     )
     with stream:
         throughput.resume()
@@ -219,7 +221,8 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
             micro_batches = math.ceil(samples / settings.batch_size)
             for i in range(micro_batches):
                 batch = next(stream)
-                step.micro_step(batch.ids, batch.targets, first=i == 0)
+                step.micro_step(batch.ids, batch.targets, first=i == 0, doc_start=batch.doc_start)
+                pairs += batch.pairs
                 if i == 0 and run.at_step + 1 == first and micro_batches > 1:
                     _say_pace(run, plan, log, micro_batches, time.perf_counter() - began)
             step.optimizer_step(lr)
@@ -231,11 +234,14 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
                 _say_first_step(run, log, tokens(), began)
             if run.at_step % settings.log_every == 0 or run.at_step == first or last:
                 figures = step.metrics()
+                flops = plan.flops(pairs / throughput.tokens)
+                pairs = 0
                 rate, step_ms = throughput.take()
                 data_ms = 1e3 * (stream.wait_seconds - waited)
                 waited = stream.wait_seconds
                 epoch = plan.samples(run.at_step) / run.order.samples_per_epoch
-                log.train(run.at_step, tokens(), epoch, {**figures, "step_ms": step_ms, "data_ms": data_ms}, lr, rate)
+                timed = {**figures, "step_ms": step_ms, "data_ms": data_ms}
+                log.train(run.at_step, tokens(), epoch, timed, lr, rate, flops)
                 health.check(run.at_step, figures, saved_at)
             if every and run.at_step % every == 0 and not last:
                 evaluate()

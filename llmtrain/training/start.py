@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from llmtrain import __version__
+from llmtrain.corpus.batches import check_document_mask
 from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, parse_sources
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
@@ -54,10 +55,12 @@ def pick_device(asked: str) -> torch.device:
     return torch.device(asked)
 
 
-def pick_attention(asked: str, precision: str, head_dim: int, seq_len: int, device: torch.device) -> Backend:
+def pick_attention(
+    asked: str, precision: str, head_dim: int, seq_len: int, device: torch.device, masked: bool = False
+) -> Backend:
     """The backend of --attention. Raises UsageError where the one asked for cannot do the shape on the device."""
     try:
-        return training_backend(asked, COMPUTE_DTYPES[precision], head_dim, seq_len, device)
+        return training_backend(asked, COMPUTE_DTYPES[precision], head_dim, seq_len, device, masked)
     except ValueError as error:
         raise UsageError(f"--attention {asked}: it {error}: name another, or leave it at auto") from None
 
@@ -191,9 +194,13 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Sou
     sources = open_sources(config.data.tokens, config.model.vocab_size)
     config = resolve(config, sources)
     order = SampleOrder(sources, config.data.seq_len, config.run.seed)
+    if config.data.document_mask:
+        check_document_mask(order)
     validation = open_sources(config.data.val_tokens, config.model.vocab_size) if config.data.val_tokens else []
     if validation:
-        SampleOrder(validation, config.data.seq_len, 0)  # for its checks
+        held_out = SampleOrder(validation, config.data.seq_len, 0)  # for its checks
+        if config.data.document_mask:
+            check_document_mask(held_out)
         resolve(config, sources + validation)
     data = dataclasses.replace(config.data, tokens=tokens, val_tokens=val_tokens)
     return dataclasses.replace(config, data=data), order, validation
@@ -267,5 +274,7 @@ def start(
         for name, value in state["environment"].items():
             if now.get(name) != value:
                 notes.append(f"{name} is {now.get(name)}, was {value}: losses may differ in their last bits from here")
-    train_step = TrainStep(model, flat, optimizer, config.run.batch_size, config.data.seq_len)
+    train_step = TrainStep(
+        model, flat, optimizer, config.run.batch_size, config.data.seq_len, document_mask=config.data.document_mask
+    )
     return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes)

@@ -38,6 +38,7 @@ class TrainStep:
         batch_size: int,
         seq_len: int,
         capture: bool | None = None,
+        document_mask: bool = False,
     ) -> None:
         self.model = model
         self.flat = flat
@@ -45,6 +46,7 @@ class TrainStep:
         device = flat.master.device
         self.ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
         self.targets = torch.zeros_like(self.ids)
+        self.doc_start = torch.zeros_like(self.ids, dtype=torch.int32) if document_mask else None
         # FP64, so that sums over any number of targets stay exact where the FP32 parts were.
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
         self.last = torch.zeros(4, dtype=torch.float64, device=device)
@@ -67,6 +69,7 @@ class TrainStep:
         seed: int = 0,
         capture: bool | None = None,
         checkpoint_activations: CheckpointActivations = "none",
+        document_mask: bool = False,
     ) -> "TrainStep":
         """A step on freshly initialised weights. precision: "bf16", "fp32" or (to check the others) "fp64".
 
@@ -81,13 +84,17 @@ class TrainStep:
         flat = FlatParameters(model, device, dtype, master_dtype=master)
         model.init_weights(seed)
         flat.refresh_narrow()
-        return cls(model, flat, AdamW(flat, optimizer_config), batch_size, seq_len, capture)
+        return cls(model, flat, AdamW(flat, optimizer_config), batch_size, seq_len, capture, document_mask)
 
-    def micro_step(self, ids: Tensor, targets: Tensor, first: bool) -> None:
+    def micro_step(self, ids: Tensor, targets: Tensor, first: bool, doc_start: Tensor | None = None) -> None:
         """Adds the gradients and losses of one micro-batch, ids and targets (batch_size, seq_len) int64; `first` starts
-        the sums of a new step. Tensors in pinned memory may be reused once the copy is done on the current stream."""
+        the sums of a new step. doc_start, of that shape in int32, is read with a document mask only. Tensors in pinned
+        memory may be reused once the copy is done on the current stream."""
         self.ids.copy_(ids, non_blocking=True)
         self.targets.copy_(targets, non_blocking=True)
+        if self.doc_start is not None:
+            assert doc_start is not None
+            self.doc_start.copy_(doc_start, non_blocking=True)
         if self.wants_capture and not self.graphs:
             self._capture()
         if self.graphs:
@@ -118,7 +125,7 @@ class TrainStep:
         if first:
             self.flat.mark_gradients_stale()
             self.sums.zero_()
-        loss = self.model.loss(self.ids, self.targets)
+        loss = self.model.loss(self.ids, self.targets, self.doc_start)
         (loss.lm + loss.aux).backward()
         if first:
             self.flat.clear_unwritten_gradients()

@@ -33,8 +33,9 @@ def validate(
     """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file; None where
     `stop` was raised before it was read to its end."""
     batches = held_out_batches(
-        source.file, config.data.seq_len, config.run.batch_size, config.run.val_windows, device
-    )
+        source.file, config.data.seq_len, config.run.batch_size, config.run.val_windows, device,
+        config.data.document_mask,
+    )  # fmt: skip
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
     sums = evaluate(model, itertools.takewhile(lambda _: not stop, batches), table)
     if stop:

@@ -106,6 +106,9 @@ def test_documents_are_found_by_index_by_eos_and_by_going_through_the_tokens(tmp
         assert after_eos.any()
         assert (one.targets[after_eos] == -100).all() == document_mask
         assert (one.targets[~after_eos] >= 0).all()
+        columns = torch.arange(32, dtype=torch.int32)
+        seen = columns - one.doc_start + 1 if document_mask else columns.expand_as(one.doc_start) + 1
+        assert one.pairs == int(seen.sum())
 
 
 def test_a_mixture_puts_each_row_where_its_sample_is(tmp_path):
@@ -162,7 +165,7 @@ def test_a_stream_gives_what_assemble_gives(tmp_path):
     with stream(order, 6, 2500, 6, 4, document_mask=True) as made:
         for batch, samples in zip(made, groups, strict=True):
             expected = assemble(order, samples, document_mask=True)
-            assert batch.sequences == expected.sequences
+            assert (batch.sequences, batch.pairs) == (expected.sequences, expected.pairs)
             for part in ("ids", "targets", "doc_start"):
                 assert torch.equal(getattr(batch, part), getattr(expected, part))
 
@@ -249,8 +252,8 @@ def test_held_out_batches_are_spread_over_the_file_in_order(tmp_path):
 
     def windows(count: int, batch_size: int) -> list[list[int]]:
         found = []
-        for ids, targets in held_out_batches(file, T, batch_size, count, "cpu"):
-            assert ids.shape == targets.shape == (batch_size, T)
+        for ids, targets, doc_start in held_out_batches(file, T, batch_size, count, "cpu"):
+            assert ids.shape == targets.shape == (batch_size, T) and doc_start is None
             found.append((ids[targets[:, 0] != -100, 0] // T).tolist())
         return found
 

@@ -20,14 +20,14 @@ def test_sums_add_up_over_batches_and_leave_ignored_targets_out():
     targets = (ids + 1) % 10
     targets[0, 2:] = IGNORED
     table = torch.arange(1, 11)  # id 0 too, which an ignored target must not be taken for
-    sums = evaluate(model, [(ids[:1], targets[:1]), (ids[1:], targets[1:])], table)
+    sums = evaluate(model, [(ids[:1], targets[:1], None), (ids[1:], targets[1:], None)], table)
     with torch.no_grad():
         logits = model.logits(model(ids)).double()
     kept = targets != IGNORED
     nats = torch.nn.functional.cross_entropy(logits[kept], targets[kept], reduction="sum").item()
     assert (sums.targets, sums.bytes) == (8, int((targets[kept] + 1).sum()))
     assert sums.nats == pytest.approx(nats, rel=1e-6)
-    assert evaluate(model, [(ids, targets)]).bytes == 0
+    assert evaluate(model, [(ids, targets, None)]).bytes == 0
 
 
 def test_figures_are_means_of_the_sums():

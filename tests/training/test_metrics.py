@@ -10,9 +10,8 @@ from llmtrain.training.metrics import RunLog, duration
 
 # 100 steps of 4 sequences of 256 tokens.
 PLAN = SimpleNamespace(
-    total_samples=400, total_steps=100, samples=lambda step: 4 * step, flops_per_token=2e6, rerun_flops_per_token=0.0,
-    peak_flops=None,
-)  # fmt: skip
+    total_samples=400, total_steps=100, samples=lambda step: 4 * step, peak_flops=None
+)
 FIGURES = {"lm_loss": 6.5, "aux_loss": 0.0, "grad_norm": 1.25}
 
 
@@ -20,7 +19,7 @@ def shown(run_dir: Path, **console) -> str:
     run_dir.mkdir()
     out = io.StringIO()
     log = RunLog(run_dir, 1, PLAN, Console(file=out, soft_wrap=True, highlight=False, **console))
-    log.train(25, 25 * 1024, 0.5, FIGURES, 3e-4, rate=1024.0)
+    log.train(25, 25 * 1024, 0.5, FIGURES, 3e-4, rate=1024.0, flops=(2e6, 0.0))
     log.close()
     return out.getvalue()
 

@@ -10,14 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from llmtrain.corpus.batches import assemble
 from llmtrain.kernels import choice
 from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
 from llmtrain.storage.errors import ConfigMismatch, Diverged, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run, validate
 from llmtrain.training.config import TrainConfig
+from llmtrain.training.start import open_corpus
 from tests.training.conftest import config, write_corpus
 
 
@@ -83,6 +86,29 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(k: int, corpus, undistu
     run.train(config(corpus, tmp_path / "run"), resume=True)
     assert figures(tmp_path / "run") == figures(undisturbed)
     assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+
+
+def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(corpus, undisturbed, tmp_path, monkeypatch):
+    def settings(name: str) -> TrainConfig:
+        of_run = config(corpus, tmp_path / name)
+        return replace(of_run, data=replace(of_run.data, document_mask=True, val_tokens=(str(corpus),)))
+
+    monkeypatch.setattr(run.start, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
+    run.train(settings("whole"), resume=False)
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 7)
+        run.train(settings("run"), resume=False)
+    run.train(settings("run"), resume=True)
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole") != figures(undisturbed)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
+    assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole")
+    # Attention costs what the documents in the batches of that very line attend to.
+    batches = assemble(open_corpus(settings("run"))[1], np.arange(6), document_mask=True)
+    flops = flops_per_token(replace(settings("run").model, vocab_size=96), 16, batches.pairs / 96)
+    first = lines(tmp_path / "run", "train")[0]
+    assert first["tflops"] == pytest.approx(first["tok_per_s"] * flops / 1e12)
+    with pytest.raises(ConfigMismatch, match="document_mask is True in"):
+        run.train(config(corpus, tmp_path / "run"), resume=True)
 
 
 def test_resumed_twice_ends_in_the_same_bits(corpus, undisturbed, tmp_path, monkeypatch):
@@ -169,9 +195,9 @@ def test_a_long_first_step_says_how_long_before_it_is_done(corpus, tmp_path, mon
     micro_step = run.start.TrainStep.micro_step
     said: list[str] = []
 
-    def watched(self, ids, targets, first):
+    def watched(self, *args, **named):
         said.append(capsys.readouterr().out)
-        micro_step(self, ids, targets, first)
+        micro_step(self, *args, **named)
 
     monkeypatch.setattr(run.start.TrainStep, "micro_step", watched)
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: 100.0 * next(ticks)))
@@ -298,8 +324,8 @@ def test_numbers_that_are_none_end_the_run_and_never_become_a_checkpoint(break_i
         if break_it == "weights" and done[0] == 5:
             self.flat.master[0] = float("nan")
 
-    def broken_micro(self, ids, targets, first):
-        micro(self, ids, targets, first)
+    def broken_micro(self, *args, **named):
+        micro(self, *args, **named)
         if break_it == "aux_loss" and done[0] == 4:
             self.sums[1] = float("nan")
 

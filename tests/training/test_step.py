@@ -51,6 +51,25 @@ def test_gradients_of_any_split_equal_those_of_the_whole_batch(batch_size: int, 
     assert split.sums[2] == (targets != IGNORED).sum()
 
 
+def test_documents_in_one_window_give_the_gradients_of_each_alone():
+    lengths = [5, 1, 4, 2]
+    ids, targets = data(1, seed=5)
+    starts = torch.tensor([sum(lengths[:i]) for i in range(4)])
+    doc_start = starts.repeat_interleave(torch.tensor(lengths)).int()[None]
+    together, alone = (
+        TrainStep.build(CONFIG, OptimizerConfig(), batch_size=b, seq_len=T, precision="fp64", document_mask=mask)
+        for b, mask in ((1, True), (4, False))
+    )
+    together.micro_step(ids, targets, first=True, doc_start=doc_start)
+    rows, wanted = torch.zeros(4, T, dtype=torch.int64), torch.full((4, T), IGNORED)
+    for i, (start, length) in enumerate(zip(starts.tolist(), lengths, strict=True)):
+        rows[i, :length] = ids[0, start : start + length]
+        wanted[i, :length] = targets[0, start : start + length]
+    alone.micro_step(rows, wanted, first=True)
+    assert torch.allclose(together.sums, alone.sums, rtol=1e-12)
+    assert (together.flat.grad - alone.flat.grad).norm() <= 1e-6 * alone.flat.grad.norm()  # the rotary tables are FP32
+
+
 def test_the_update_is_torchs_adamw_on_the_mean_with_decay_on_matrices_only():
     settings = {"learning_rate": 1e-2, "weight_decay": 0.3, "grad_clip": 0.5, "beta2": 0.99}
     ours, theirs = build(4, "fp64", **settings), build(4, "fp64", **settings)
