@@ -17,18 +17,25 @@ if TYPE_CHECKING:
 SCANNED_TOKENS = 1 << 27
 """Ids that are looked at in a file without a manifest; a quarter of a GB, so that the command answers soon."""
 
+EXCERPT = 160
+"""Characters of a sample's text that are shown."""
+
 Line = tuple[str, str]
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-def command(path: Path) -> None:
+@click.option("--step", type=click.IntRange(1), help="Of a run: the samples that this step trains on, and their text.")
+def command(path: Path, step: int | None) -> None:
     """Say what a token file, a checkpoint or a run directory holds.
 
     It believes manifests and does not hash: `llmtrain verify` does.
     """
-    lines = {"token file": token_file_lines, "checkpoint": checkpoint_lines, "run": run_lines}[kind_of(path)]
-    for label, text in lines(path):
+    kind = kind_of(path)
+    if step is not None and kind != "run":
+        raise UsageError(f"{path}: is a {kind}, and --step is of a run: name its directory")
+    lines = {"token file": token_file_lines, "checkpoint": checkpoint_lines, "run": run_lines}[kind]
+    for label, text in lines(path) if step is None else step_lines(path, step):
         click.echo(f"{label:<12}{text}")
 
 
@@ -155,3 +162,31 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
         yield "checkpoint", f"{folder.name} {size}"
     if not steps:
         yield "checkpoint", "none yet"
+
+
+def step_lines(run_dir: Path, step: int) -> Iterator[Line]:
+    """The samples of a step: where each lies in its token file, and how it begins."""
+    import json
+
+    import numpy as np
+
+    from llmtrain.cli.train import configuration
+    from llmtrain.corpus import tokenizer as tokenizers
+    from llmtrain.corpus.order import SampleOrder
+    from llmtrain.training.plan import samples_of_run
+    from llmtrain.training.start import open_sources
+
+    config = configuration({"run_dir": run_dir}, None, resume=True)
+    seq_len, per_step = config.data.seq_len, config.run.sequences_per_step
+    order = SampleOrder(open_sources(config.data.tokens, config.model.vocab_size), seq_len, config.run.seed)
+    begin, end = (step - 1) * per_step, min(step * per_step, samples_of_run(config, order))
+    if begin >= end:
+        raise UsageError(f"--step {step}: the run ends at step {-(-samples_of_run(config, order) // per_step)}")
+    file = run_dir / "tokenizer.json"
+    tokenizer = tokenizers.load(file) if file.exists() else None
+    yield "step", f"{step} trains on samples {begin:,} to {end - 1:,}"
+    for sample, s, window in zip(range(begin, end), *order.locate(np.arange(begin, end)), strict=True):
+        ids = order.sources[s].file.window(int(window), seq_len)
+        content = tokenizer.decode(ids[:EXCERPT])[:EXCERPT] if tokenizer else ids[:16].tolist()
+        where = f"{order.sources[s].name} window {window}, tokens from {int(window) * seq_len:,} on"
+        yield f"{sample:,}", f"{where}: {json.dumps(content, ensure_ascii=False)}"

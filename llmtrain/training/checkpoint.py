@@ -98,8 +98,7 @@ def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state
                 name: [{"file": file, "offsets": [0] * len(entry.shape), "shape": list(entry.shape)}]
                 for name, entry in of_file.items()
             }
-        counts = {"count": int(optimizer.count), "skipped": int(optimizer.skipped)}
-        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state, "optimizer": counts})
+        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state, "optimizer": optimizer.counts()})
         files[STATE] = {"bytes": (work / STATE).stat().st_size, "sha256": sha256_file(work / STATE)}
         manifest = {"format": FORMAT, "step": step, "files": files, "tensors": pieces}
         atomic.write_json(work / MANIFEST, seal(manifest))
@@ -216,8 +215,7 @@ def load(
     for prefix, (on_host, _) in staged.items():
         buffers[prefix].copy_(on_host)
     if optimizer is not None:
-        optimizer.count.fill_(state["optimizer"]["count"])
-        optimizer.skipped.fill_(state["optimizer"]["skipped"])
+        optimizer.set_counts(state["optimizer"])
     flat.refresh_narrow()
     return state
 

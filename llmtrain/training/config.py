@@ -59,9 +59,12 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     grad_clip: float = field(default=1.0, metadata=DEFINES)
     """Largest norm of the mean gradient; 0: no clipping."""
+    max_bad_steps: int = 20
+    """Updates in a row that may be skipped; one more stops the run. Skipping leaves the weights as they are, so only
+    other data can end such a row: were every second step bad by its data, 20 in a row would come once in a million."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "learning_rate", "weight_decay", "adam_eps", "grad_clip")
+        _at_least(self, 0, "learning_rate", "weight_decay", "adam_eps", "grad_clip", "max_bad_steps")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")

@@ -1,46 +1,80 @@
 """Whether a run is still one: it must not go on, or be saved, on numbers that are none."""
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 
 from llmtrain.storage.errors import Diverged
+from llmtrain.training.checkpoint import list_steps
 from llmtrain.training.optimizer import MOMENTS
-from llmtrain.training.step import TrainStep
+from llmtrain.training.plan import Plan
+from llmtrain.training.schedule import learning_rate
+from llmtrain.training.start import Started
 
-PATIENCE = 20
-"""Steps in a row that may be passed over because their gradient is not finite."""
+WINDOWS_NAMED = 8
+"""Windows of a bad step that its line names; `llmtrain inspect RUN --step N` shows all."""
 
 
 class Health:
     """Looks at a run whenever the device is waited for anyway."""
 
-    def __init__(self, step: TrainStep, at_step: int, total_steps: int) -> None:
-        self._step = step
-        self._patience = min(PATIENCE, total_steps)
-        self._applied, self._applied_at = int(step.optimizer.count), at_step
+    def __init__(self, run: Started, plan: Plan) -> None:
+        self._run, self._plan, self._optimizer = run, plan, run.step.optimizer
+        # A run that is shorter than the row it may have has to apply something too.
+        self._patience = min(run.config.optimizer.max_bad_steps, plan.total_steps - 1)
+        self._skipped = int(self._optimizer.skipped)
+        self.in_a_row = int(self._optimizer.in_a_row)
+        """Updates skipped in a row up to the last look."""
 
-    def check(self, at_step: int, figures: dict[str, float], saved_at: int, weights: bool = False) -> None:
-        """Raises Diverged where a loss, or with `weights` a weight or moment, is not finite, and where no update was
-        applied for long. figures: those of `at_step`; saved_at: the last checkpoint, for the message."""
-        optimizer = self._step.optimizer
-        for name in ("lm_loss", "aux_loss"):
-            if not math.isfinite(figures[name]):
-                raise _diverged(f"{name} of step {at_step} is {figures[name]}", saved_at)
-        applied = int(optimizer.count)
-        if applied != self._applied:
-            self._applied, self._applied_at = applied, at_step
-        elif at_step - self._applied_at >= self._patience:
-            last = f"since step {self._applied_at} no gradient was finite, so no update was applied"
-            raise _diverged(last, saved_at)
+    def check(self, weights: bool = False) -> tuple[str, dict[str, Any]]:
+        """What was skipped since the last look, in words and as fields; nothing of both where nothing was.
+
+        Raises Diverged where too many updates in a row were skipped and, with `weights`, where a weight or moment is
+        not finite.
+        """
+        _, skipped, self.in_a_row = self._optimizer.tally.tolist()
+        new, self._skipped = skipped - self._skipped, skipped
+        if self.in_a_row > self._patience:
+            text, fields = self._row()
+            raise self._diverged(f"the last {self.in_a_row} updates were skipped; {text}", fields["first"])
         if weights:
-            moments = {name: getattr(optimizer, name) for name in MOMENTS}
-            for name, buffer in {"weight": self._step.flat.master, **moments}.items():
+            moments = {name: getattr(self._optimizer, name) for name in MOMENTS}
+            for name, buffer in {"weight": self._run.step.flat.master, **moments}.items():
                 # A norm makes no copy as isfinite would, and keeps NaN.
                 if not math.isfinite(float(torch.linalg.vector_norm(buffer, math.inf))):
-                    raise _diverged(f"after step {at_step} a {name} is not finite", saved_at)
+                    at_step = self._run.at_step
+                    raise self._diverged(f"after step {at_step} a {name} is not finite", at_step)
+        if not new:
+            return "", {}
+        text, fields = self._row()
+        return f"{new} update{'s were' if new > 1 else ' was'} skipped; {text}", {"skipped": new, **fields}
 
+    def _row(self) -> tuple[str, dict[str, Any]]:
+        """The step that the last row of skipped ones began with, and which samples it saw."""
+        number, lm_loss, aux_loss, grad_norm = self._optimizer.bad.tolist()
+        config, plan, step = self._run.config, self._plan, int(number)
+        lr = learning_rate(step - 1, plan.total_steps, config.optimizer, config.schedule)
+        begin, end = plan.samples(step - 1), plan.samples(step)
+        text = (
+            f"step {step}, the first in a row, has lm_loss {lm_loss:.5g}, aux_loss {aux_loss:.5g}, grad_norm "
+            f"{grad_norm:.5g}, learning rate {lr:.2e} on samples {begin} to {end - 1}, {self._windows(begin, end)}: "
+            f"see `llmtrain inspect {config.run.run_dir} --step {step}`"
+        )
+        figures = {"lm_loss": lm_loss, "aux_loss": aux_loss, "grad_norm": grad_norm, "lr": lr}
+        return text, {"first": step, **figures, "samples": [begin, end]}
 
-def _diverged(what: str, saved_at: int) -> Diverged:
-    kept = f"; the checkpoint of step {saved_at} is sound" if saved_at > 0 else ""
-    return Diverged(f"{what}: lower --learning-rate or raise --warmup-steps and start in another --run-dir{kept}")
+    def _windows(self, begin: int, end: int) -> str:
+        """The first of the windows that samples [begin, end) are, by name of their source."""
+        shown = min(end, begin + WINDOWS_NAMED)
+        source, window = self._run.order.locate(np.arange(begin, shown))
+        sources = self._run.order.sources
+        named = [f"{sources[s].name} {w}" for s, w in zip(source.tolist(), window.tolist(), strict=True)]
+        return f"windows {', '.join(named)}" + (f" and {end - shown} more" if end > shown else "")
+
+    def _diverged(self, what: str, bad: int) -> Diverged:
+        """The end of a run that went wrong at step `bad`."""
+        sound = max((step for step in list_steps(self._run.config.run.run_dir) if step < bad), default=None)
+        kept = f"; the checkpoint of step {sound} is from before" if sound is not None else ""
+        return Diverged(f"{what}: lower --learning-rate or raise --warmup-steps and start in another --run-dir{kept}")

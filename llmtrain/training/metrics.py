@@ -130,7 +130,7 @@ class RunLog:
         text = (
             f"epoch {epoch:.2f} step {step}/{self.plan.total_steps} loss {figures['lm_loss']:.4f} ppl {ppl:.2f} "
             f"aux {figures['aux_loss']:.4f} lr {lr:.2e} grad {figures['grad_norm']:.2f} tok/s {rate:,.0f} {share} "
-            f"eta {duration(left / rate)}"
+            f"eta {duration(left / rate)}" + (f" skipped {figures['skipped']}" if figures["skipped"] else "")
         )
         if self.live:
             # Wrapped where the terminal is narrow: what is cut off at its edge would be the rate and the time left.

@@ -1,4 +1,10 @@
-"""AdamW on the flat buffers: the one division of the rule of sums, clipping and the update, all on the device."""
+"""AdamW on the flat buffers: the one division of the rule of sums, clipping and the update, all on the device.
+
+Whether an update is applied is decided on the device too: the host learns of it at the next log line.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +17,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Moments are flat FP32 buffers beside the masters; `count` is the number of updates that were applied.
+    """Moments are flat FP32 buffers beside the masters.
 
-    A step whose gradient is not finite is passed over on the device: nothing but the step number moves.
+    A step whose losses or gradient are not finite is skipped: weights, moments and Adam's count stay, and it is
+    counted. After more than `max_bad_steps` of them in a row nothing is applied any more, so that what the run ends
+    with does not depend on when the host looks.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
@@ -23,31 +31,56 @@ class AdamW:
         self.exp_avg = torch.zeros_like(flat.master)
         self.exp_avg_sq = torch.zeros_like(flat.master)
         device = flat.master.device
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        # int64: updates applied, which is Adam's t; skipped; skipped in a row up to now. The first two are the step.
+        self.tally = torch.zeros(3, dtype=torch.int64, device=device)
+        self.count, self.skipped, self.in_a_row = self.tally.unbind()
+        # FP64: number, lm_loss, aux_loss and gradient norm of the step that the last row of skipped ones began with.
+        self.bad = torch.zeros(4, dtype=torch.float64, device=device)
         # FP64: 1 - beta^count loses its digits in FP32 while beta^count is near 1.
         self.lr = torch.zeros((), dtype=torch.float64, device=device)
 
+    @property
+    def small(self) -> list[Tensor]:
+        """What an update changes beside weights and moments."""
+        return [self.tally, self.bad]
+
     def reset(self) -> None:
         """As before the first step."""
-        for buffer in (self.exp_avg, self.exp_avg_sq, self.count, self.skipped):
+        for buffer in (self.exp_avg, self.exp_avg_sq, *self.small):
             buffer.zero_()
 
-    def update(self, n_targets: Tensor) -> Tensor:
-        """Applies the gradient sums, divided by n_targets (0-d FP64), at rate self.lr. Returns the norm of the mean
-        gradient before clipping (0-d FP64)."""
+    def counts(self) -> dict[str, Any]:
+        """What a checkpoint holds of `small`, as JSON takes it. Waits for the device."""
+        count, skipped, in_a_row = self.tally.tolist()
+        return {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
+
+    def set_counts(self, counts: Mapping[str, Any]) -> None:
+        """Puts back what `counts` gave."""
+        for buffer in self.small:
+            buffer.zero_()
+        self.count.fill_(counts["count"])
+        self.skipped.fill_(counts["skipped"])
+        self.in_a_row.fill_(counts.get("skipped_in_a_row", 0))
+
+    def update(self, sums: Tensor) -> Tensor:
+        """Applies the gradient sums at rate self.lr, divided by the number of targets, if they are sound.
+
+        sums: (3,) FP64, of lm_loss, aux_loss and targets. Returns (4,) FP64: the two losses as means, the norm of the
+        mean gradient before clipping, and the number of targets.
+        """
         c, flat = self.config, self.flat
         assert flat.grad is not None
+        n_targets = sums[2]
         norm = torch.linalg.vector_norm(flat.grad).double() / n_targets
-        finite = torch.isfinite(norm)
+        means = sums[:2] / n_targets
+        figures = torch.stack([means[0], means[1], norm, n_targets])
+        apply = self._judge(figures)
         scale = 1.0 / n_targets
         if c.grad_clip > 0:
             scale = scale * (c.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        self.count.add_(finite)
-        self.skipped.add_(~finite)
         correction2 = 1 - torch.pow(torch.full_like(norm, c.beta2), self.count)
         correction1 = 1 - torch.pow(torch.full_like(norm, c.beta1), self.count)
-        scalars = torch.stack([self.lr, scale, correction1, correction2, finite.double()])
+        scalars = torch.stack([self.lr, scale, correction1, correction2, apply.double()])
         adamw_step(
             flat.master,
             flat.grad,
@@ -61,4 +94,17 @@ class AdamW:
             eps=c.adam_eps,
             weight_decay=c.weight_decay,
         )
-        return norm
+        return figures
+
+    def _judge(self, figures: Tensor) -> Tensor:
+        """Whether the step of these figures is applied (0-d bool), which is counted."""
+        apply = torch.isfinite(figures.sum()) & (self.in_a_row <= self.config.max_bad_steps)
+        skip = ~apply
+        number = (self.count + self.skipped + 1).double()
+        # Number 0: this process has seen none yet, which may have been resumed in the middle of a row.
+        first = skip & ((self.in_a_row == 0) | (self.bad[0] == 0))
+        torch.where(first, torch.cat([number.view(1), figures[:3]]), self.bad, out=self.bad)
+        self.count.add_(apply)
+        self.skipped.add_(skip)
+        self.in_a_row.add_(1).mul_(skip)
+        return apply

@@ -58,15 +58,19 @@ class Plan:
         return min(step * self.sequences_per_step, self.total_samples)
 
 
+def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
+    """From total_steps, or from epochs, which may end in the middle of a step."""
+    if config.schedule.total_steps is not None:
+        return config.schedule.total_steps * config.run.sequences_per_step
+    return max(1, round(config.schedule.epochs * order.samples_per_epoch))
+
+
 def make_plan(
     config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend
 ) -> Plan:
     """Steps from total_steps, or from epochs; only the last step may be partial."""
     per_step = config.run.sequences_per_step
-    if config.schedule.total_steps is not None:
-        total_samples = config.schedule.total_steps * per_step
-    else:
-        total_samples = max(1, round(config.schedule.epochs * order.samples_per_epoch))
+    total_samples = samples_of_run(config, order)
     if total_samples * config.data.seq_len >= 1 << 62:
         raise UsageError(f"{total_samples:.3g} samples are more than can be counted: lower --total-steps or --epochs")
 

@@ -140,24 +140,30 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     saved_at = run.at_step if run.at_step else -1
     first = run.at_step + 1
     throughput = Throughput()
-    health = Health(step, run.at_step, plan.total_steps)
+    health = Health(run, plan)
     waited = 0.0
     pairs = 0  # that attended since the last train line
 
     def tokens() -> int:
         return plan.samples(run.at_step) * seq_len
 
+    def look(weights: bool = False) -> None:
+        text, fields = health.check(weights)
+        if text:
+            log.event(run.at_step, tokens(), "skipped", text, **fields)
+
     def save() -> None:
         nonlocal saved_at
         if saved_at == run.at_step:
             return
         throughput.pause()
-        health.check(run.at_step, step.metrics(), saved_at, weights=True)
+        look(weights=True)
         log.journal.sync()  # the lines of a step must be there before the checkpoint that makes them count
         since = time.perf_counter()
         state = run.state(plan.samples(run.at_step))
         folder = checkpoint.save(settings.run_dir, run.at_step, step.flat, step.optimizer, state)
-        checkpoint.rotate(settings.run_dir, settings.keep_checkpoints)
+        if health.in_a_row == 0:  # in a bad row those from before it are all kept
+            checkpoint.rotate(settings.run_dir, settings.keep_checkpoints)
         seconds = time.perf_counter() - since
         log.event(run.at_step, tokens(), "checkpoint", f"saved {folder} in {seconds:.2f} s", seconds=seconds)
         saved_at = run.at_step
@@ -242,7 +248,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
                 epoch = plan.samples(run.at_step) / run.order.samples_per_epoch
                 timed = {**figures, "step_ms": step_ms, "data_ms": data_ms}
                 log.train(run.at_step, tokens(), epoch, timed, lr, rate, flops)
-                health.check(run.at_step, figures, saved_at)
+                look()
             if every and run.at_step % every == 0 and not last:
                 evaluate()
             if run.at_step % settings.checkpoint_every == 0 or last:

@@ -117,9 +117,11 @@ class TrainStep:
             self.previous.record()
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last step, and the only wait for the device. Losses are means over its targets, in nats."""
-        lm, aux, grad_norm, n_targets = self.last.tolist()
-        return {"lm_loss": lm, "aux_loss": aux, "grad_norm": grad_norm, "n_targets": n_targets}
+        """Figures of the last step, and the only wait for the device. Losses are means over its targets, in nats;
+        skipped: updates that were not applied, up to now."""
+        lm, aux, grad_norm, n_targets, skipped = torch.cat([self.last, self.optimizer.skipped.view(1)]).tolist()
+        figures = {"lm_loss": lm, "aux_loss": aux, "grad_norm": grad_norm, "n_targets": n_targets}
+        return {**figures, "skipped": int(skipped)}
 
     def _micro(self, first: bool) -> None:
         if first:
@@ -132,10 +134,7 @@ class TrainStep:
         self.sums.add_(torch.stack([loss.lm.detach().double(), loss.aux.detach().double(), loss.n_targets.double()]))
 
     def _update(self) -> None:
-        n_targets = self.sums[2]
-        grad_norm = self.optimizer.update(n_targets)
-        means = self.sums[:2] / n_targets
-        self.last.copy_(torch.stack([means[0], means[1], grad_norm, n_targets]))
+        self.last.copy_(self.optimizer.update(self.sums))
 
     def _capture(self) -> None:
         """Captures the three graphs; what cannot be captured runs uncaptured, and `why_not_captured` says why."""
@@ -149,9 +148,10 @@ class TrainStep:
                 self._micro(first=True)
                 self._micro(first=False)
                 self.sums.zero_()
-                skipped = self.optimizer.skipped.clone()
+                before = [buffer.clone() for buffer in self.optimizer.small]
                 self._update()
-                self.optimizer.skipped.copy_(skipped)
+                for buffer, value in zip(self.optimizer.small, before, strict=True):
+                    buffer.copy_(value)
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -137,6 +137,24 @@ def test_what_is_nothing_of_ours_is_one_line_and_its_exit_code(tmp_path, capsys)
             assert found[0] == code and line in found[1] and str(target) in found[1]
 
 
+def test_the_samples_of_a_step_are_shown_as_text(tmp_path, capsys):
+    names = [tmp_path / name for name in ("text.txt", "tokenizer.json", "corpus.u16", "run")]
+    text, tokenizer, corpus, run_dir = names
+    text.write_text("".join(f"line {i} says what the one before said\n" for i in range(600)))
+    outcome(capsys, "train-tokenizer", "--input", text, "--output", tokenizer, "--vocab-size", 300)
+    outcome(capsys, "tokenize-corpus", "--input", text, "--tokenizer", tokenizer, "--output", corpus, "--holdout", 0)
+    shape = ["--d-model", 16, "--n-layers", 1, "--n-heads", 2, "--n-kv-heads", 1, "--head-dim", 8, "--d-ff", 16]
+    of_run = ["--run-dir", run_dir, "--tokens", corpus, "--seq-len", 64, "--batch-size", 3, "--total-steps", 2]
+    assert outcome(capsys, "train", *of_run, *shape, "--device", "cpu")[0] == 0
+    code, out = outcome(capsys, "inspect", run_dir, "--step", 2)
+    assert code == 0 and out.startswith("step        2 trains on samples 3 to 5\n3           corpus window ")
+    shown = [json.loads(line.partition(" on: ")[2]) for line in out.splitlines()[1:]]
+    assert len(shown) == 3 and all(len(part) > 64 and part in text.read_text() for part in shown)
+    for target, step, words in ((run_dir, 3, "ends at step 2"), (corpus, 1, "is a token file")):
+        code, line = outcome(capsys, "inspect", target, "--step", step)
+        assert code == 2 and words in line
+
+
 def test_a_state_that_was_altered_is_not_described(tmp_path, capsys):
     folder = make_run(tmp_path / "run") / "checkpoints" / "step-00000005"
     state = (folder / "state.json").read_text()

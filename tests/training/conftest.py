@@ -52,13 +52,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48)
 
 
-def config(corpus: Path, run_dir: Path, *, run: dict | None = None, **schedule) -> TrainConfig:
+def config(
+    corpus: Path, run_dir: Path, *, run: dict | None = None, optimizer: dict | None = None, **schedule
+) -> TrainConfig:
     """37 windows of 16 tokens; 6 sequences a step."""
     settings = {"batch_size": 4, "global_batch_size": 6, "precision": "fp32", "device": "cpu", "log_every": 1}
     return TrainConfig(
         model=SMALL,
         data=DataConfig(tokens=(str(corpus),), seq_len=16),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **(optimizer or {})}),
         schedule=ScheduleConfig(**{"total_steps": 12, "warmup_steps": 5, **schedule}),
         run=RunConfig(run_dir=run_dir, **{**settings, **(run or {})}),
     )

@@ -12,7 +12,7 @@ from llmtrain.training.metrics import RunLog, duration
 PLAN = SimpleNamespace(
     total_samples=400, total_steps=100, samples=lambda step: 4 * step, peak_flops=None
 )
-FIGURES = {"lm_loss": 6.5, "aux_loss": 0.0, "grad_norm": 1.25}
+FIGURES = {"lm_loss": 6.5, "aux_loss": 0.0, "grad_norm": 1.25, "skipped": 0}
 
 
 def shown(run_dir: Path, **console) -> str:
