@@ -33,7 +33,7 @@ def command(given: dict[str, Any], as_json: bool) -> None:
         raise UsageError("--tokens is missing, and the run has no held-out file of its own: name a token file")
     seq_len = config.seq_len or data["seq_len"]
     tokenizer = trained.tokenizer_if_known()
-    sources = open_sources(specs, trained.model.config, seq_len, tokenizer)
+    sources = open_sources(specs, trained.model.config, seq_len, tokenizer, data.get("eos_id"))
     step = trained.state["step"]
     if not as_json:
         click.echo(f"{'source':<20} {'step':>9} {'targets':>13} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}")

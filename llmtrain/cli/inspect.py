@@ -66,9 +66,11 @@ def open_token_file(path: Path) -> "TokenFile":
 def token_file_lines(path: Path) -> Iterator[Line]:
     file = open_token_file(path)
     manifest = file.manifest
-    form = "flat u16 ids" + (" with a manifest" if manifest else ", no manifest")
+    form = file.form
     if manifest:
         form += " and a document index" if file.doc_ends is not None else ", no document index"
+    else:
+        form += ", no manifest"
     yield "token file", f"{path}: {form}"
     yield "size", in_bytes(file.ids.nbytes)
     yield "tokens", f"{file.tokens:,}"
@@ -76,6 +78,8 @@ def token_file_lines(path: Path) -> Iterator[Line]:
         scanned = file.ids[:SCANNED_TOKENS]
         part = "" if scanned.size == file.tokens else f" among the first {scanned.size:,}"
         yield "ids", f"from {int(scanned.min())} to {int(scanned.max())}{part}; begins with {scanned[:16].tolist()}"
+        if file.documents:
+            yield "documents", f"{file.documents:,}, {file.tokens / file.documents:,.1f} tokens each on average"
         return
     mean = f", {file.tokens / file.documents:,.1f} tokens each on average" if file.documents else ""
     yield "documents", f"{file.documents:,}{mean}"

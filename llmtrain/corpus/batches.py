@@ -106,7 +106,9 @@ def check_document_mask(order: SampleOrder) -> None:
     """Raises UsageError for a source whose documents' borders are not known."""
     for source in order.sources:
         if not source.file.has_borders:
-            raise UsageError(f"{source.file.path}: has no manifest, so a document mask cannot be had: leave it out")
+            raise UsageError(
+                f"{source.file.path}: does not say where documents end: give --eos-id, or leave --document-mask out"
+            )
 
 
 def assemble(order: SampleOrder, samples: np.ndarray, document_mask: bool = False) -> Batch:

@@ -4,7 +4,8 @@
     X.u16.json   what it holds, which tokenizer made it, and the SHA-256 of each 64 MiB block of ids
     X.u16.docs   u64, the end of each document in tokens; each document ends with the EOS id
 
-A file without a manifest can be read too; then the caller says the vocabulary and nothing is known of documents.
+A file without a manifest can be read too, in the forms of `foreign`; then the caller says the vocabulary and, unless
+the form does, which id ends a document.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmtrain import __version__
+from llmtrain.corpus.foreign import Form, recognise
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, UsageError, read_error
 from llmtrain.storage.manifest import read_json
@@ -26,6 +28,7 @@ from llmtrain.storage.reading import open_file
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
 MAX_VOCAB = 1 << 16
+OURS = "flat u16 ids with a manifest"
 
 
 def manifest_path(path: str | os.PathLike[str]) -> Path:
@@ -173,7 +176,7 @@ def _mapping(array: np.memmap) -> mmap.mmap:
 def _check_length(path: Path, array: np.memmap) -> None:
     """Raises BadData for a mapped file that became shorter: reading the lost part would kill the process (SIGBUS)."""
     size = _mapping(array).size()
-    if size < array.nbytes:
+    if size < array.offset + array.nbytes:
         raise BadData(f"{path}: was truncated to {size:,} bytes while in use: make the token file anew")
 
 
@@ -181,35 +184,48 @@ class TokenFile:
     """An open token file. Nothing is read or hashed but what is asked for: a file of 100 GB opens at once.
 
     path        the file's
+    form        how it lies there, in words
     tokens      how many ids it holds
     documents   how many documents, 0 where unknown
     manifest    as written by `write_manifest`, None where there is none
     vocab_size  every id is below it: the manifest's and the caller's, whichever is smaller
     eos_id      the id that ends each document, None where unknown
     ids         (tokens,) uint16, mapped
-    doc_ends    (documents,) uint64, mapped: the end of each document in tokens; None where there is no index
+    doc_ends    (documents,) uint64, mapped where it is a file of ours: the end of each document in tokens; None where
+                there is no index
     """
 
     def __init__(
-        self, path: Path, manifest: dict[str, Any] | None, vocab_size: int, ids: np.memmap, doc_ends: np.memmap | None
+        self,
+        path: Path,
+        form: str,
+        manifest: dict[str, Any] | None,
+        vocab_size: int,
+        eos_id: int | None,
+        ids: np.memmap,
+        doc_ends: np.ndarray | None,
     ) -> None:
         self.path = path
+        self.form = form
         self.manifest = manifest
         self.vocab_size = vocab_size
         self.ids = ids
         self.doc_ends = doc_ends
         self.tokens = ids.size
-        self.documents: int = manifest["documents"] if manifest else 0
-        self.eos_id: int | None = manifest["eos_id"] if manifest else None
+        self.documents: int = manifest["documents"] if manifest else 0 if doc_ends is None else doc_ends.size
+        self.eos_id: int | None = manifest["eos_id"] if manifest else eos_id
         self._flat = np.asarray(ids)  # slices of a np.memmap cost microseconds more than those of an array
         # Windows are read in random order: without this each page fault reads 128 KiB around a window of 2.
         _mapping(ids).madvise(mmap.MADV_RANDOM)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], vocab_size: int | None = None) -> "TokenFile":
+    def open(
+        cls, path: str | os.PathLike[str], vocab_size: int | None = None, eos_id: int | None = None
+    ) -> "TokenFile":
         """Opens `path` and checks that file, manifest and index fit each other, in time that does not grow with them.
 
-        `vocab_size` is the model's; it must be given where there is no manifest.
+        `vocab_size` is the model's; it must be given where there is no manifest. `eos_id` ends the documents of a file
+        that does not say by itself what does.
         Raises InputMissing (66): no such file; BadData (65): empty, odd length, a manifest or index that does not
         fit; ConfigMismatch (78): ids beyond `vocab_size` by the manifest; UsageError (2): no vocabulary known.
         """
@@ -222,9 +238,13 @@ class TokenFile:
             raise BadData(f"{path}: is empty: make the token file anew")
         if size % 2:
             raise BadData(f"{path}: its length of {size:,} bytes is odd, u16 ids take 2 each: make the token file anew")
+        form = Form(OURS)
         if manifest is None:
+            form = recognise(path, size)
             if vocab_size is None:
                 raise UsageError(f"{path}: has no manifest ({manifest_path(path).name}): say its --vocab-size")
+            if eos_id is not None and not 0 <= eos_id < vocab_size:
+                raise UsageError(f"--eos-id {eos_id}: is not an id of the vocabulary of {vocab_size}")
         else:
             if manifest["tokens"] * 2 != size:
                 raise BadData(
@@ -239,13 +259,13 @@ class TokenFile:
         known = [vocab_size] if vocab_size is not None else []
         limit = min(known + [manifest["vocab_size"]] if manifest else known)
         try:
-            ids = np.memmap(path, "<u2", "r")
-            doc_ends = cls._open_index(path, manifest) if manifest else None
+            ids = np.memmap(path, "<u2", "r", form.begin)
+            doc_ends = cls._open_index(path, manifest) if manifest else form.doc_ends
         except OSError as error:
             raise read_error(error, path) from None
-        if ids.nbytes != size:
+        if form.begin + ids.nbytes != size:
             raise BadData(f"{path}: changes while it is opened: wait for its writer")
-        return cls(path, manifest, limit, ids, doc_ends)
+        return cls(path, form.name, manifest, limit, eos_id, ids, doc_ends)
 
     @staticmethod
     def _open_index(path: Path, manifest: Mapping[str, Any]) -> np.memmap | None:
@@ -309,7 +329,8 @@ class TokenFile:
         """
         seq_len = ids.shape[1] - 1
         if self.doc_ends is not None:
-            _check_length(docs_path(self.path), self.doc_ends)
+            if isinstance(self.doc_ends, np.memmap):
+                _check_length(docs_path(self.path), self.doc_ends)
             begins = windows * seq_len
             # Keys of the index' own type: a search with int64 keys would convert the whole index to float64.
             first = np.searchsorted(self.doc_ends, begins.astype(np.uint64), side="right")
@@ -329,7 +350,7 @@ class TokenFile:
     def read_ahead(self, windows: np.ndarray, seq_len: int) -> None:
         """Asks the system to bring `windows` into the page cache; does not wait."""
         mapping = _mapping(self.ids)
-        for begin in (windows * (2 * seq_len)).tolist():
+        for begin in (windows * (2 * seq_len) + self.ids.offset).tolist():
             aligned = begin - begin % mmap.PAGESIZE
             mapping.madvise(mmap.MADV_WILLNEED, aligned, begin - aligned + 2 * (seq_len + 1))
 

@@ -35,7 +35,11 @@ class Evaluation:
 
 
 def open_sources(
-    specs: Sequence[str], config: ModelConfig, seq_len: int, tokenizer: Tokenizer | None = None
+    specs: Sequence[str],
+    config: ModelConfig,
+    seq_len: int,
+    tokenizer: Tokenizer | None = None,
+    eos_id: int | None = None,
 ) -> list[Source]:
     """Opens and checks the token files of `[NAME=]PATH`, all of them before any is evaluated.
 
@@ -45,8 +49,10 @@ def open_sources(
     """
     if seq_len > config.max_seq_len:
         raise UsageError(f"--seq-len {seq_len} is beyond the model's max_seq_len {config.max_seq_len}: lower it")
-    opened = [(name, TokenFile.open(path, config.vocab_size), weight) for name, path, weight in parse_sources(specs)]
-    sources = [Source(name, file, weight) for name, file, weight in opened]
+    sources = [
+        Source(name, TokenFile.open(path, config.vocab_size, eos_id), weight)
+        for name, path, weight in parse_sources(specs)
+    ]
     for source in sources:
         made_by = (source.file.manifest or {}).get("tokenizer", {}).get("sha256")
         if tokenizer is not None and made_by not in (None, tokenizer.sha256):

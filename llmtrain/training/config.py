@@ -36,11 +36,14 @@ class DataConfig:
     """Length of a sample, in tokens."""
     document_mask: bool = field(default=False, metadata=DEFINES)
     """Attention within documents; the target behind a document's end is then ignored."""
+    eos_id: int | None = field(default=None, metadata=DEFINES)
+    """The id that ends each document, for token files of others that do not say."""
     val_tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
     """Held-out token file to evaluate on; repeat it to evaluate on several."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "seq_len")
+        _at_least(self, 0, "eos_id")
         if not self.tokens:
             raise ValueError("tokens must name at least one token file")
 

@@ -76,10 +76,12 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def open_sources(specs: tuple[str, ...], vocab_size: int) -> list[Source]:
+def open_sources(specs: tuple[str, ...], vocab_size: int, eos_id: int | None) -> list[Source]:
     """Opens token files; vocab_size 0: as their manifests say."""
-    opened = [(name, TokenFile.open(path, vocab_size or None), weight) for name, path, weight in parse_sources(specs)]
-    return [Source(name, file, weight) for name, file, weight in opened]
+    return [
+        Source(name, TokenFile.open(path, vocab_size or None, eos_id), weight)
+        for name, path, weight in parse_sources(specs)
+    ]
 
 
 def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
@@ -191,12 +193,13 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Sou
     """Opens and checks every file of the run, before anything is written: (resolved configuration, order, held-out)."""
     # config.toml is read again by a process that may have been started elsewhere.
     tokens, val_tokens = (tuple(map(absolute_spec, specs)) for specs in (config.data.tokens, config.data.val_tokens))
-    sources = open_sources(config.data.tokens, config.model.vocab_size)
+    vocab_size, eos_id = config.model.vocab_size, config.data.eos_id
+    sources = open_sources(config.data.tokens, vocab_size, eos_id)
     config = resolve(config, sources)
     order = SampleOrder(sources, config.data.seq_len, config.run.seed)
     if config.data.document_mask:
         check_document_mask(order)
-    validation = open_sources(config.data.val_tokens, config.model.vocab_size) if config.data.val_tokens else []
+    validation = open_sources(config.data.val_tokens, vocab_size, eos_id) if config.data.val_tokens else []
     if validation:
         held_out = SampleOrder(validation, config.data.seq_len, 0)  # for its checks
         if config.data.document_mask:

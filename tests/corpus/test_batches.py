@@ -125,9 +125,9 @@ def test_a_mixture_puts_each_row_where_its_sample_is(tmp_path):
         assert batch.ids[row].tolist() == expected[:-1] and batch.targets[row].tolist() == expected[1:]
         if source[row] < 2:
             assert batch.doc_start[row].tolist() == plain_doc_start(expected[:-1])
-    with pytest.raises(UsageError, match=r"2.u16: has no manifest, so a document mask cannot be had"):
+    with pytest.raises(UsageError, match=r"2.u16: does not say where documents end: give --eos-id"):
         assemble(order, samples, document_mask=True)
-    with pytest.raises(UsageError, match="document mask"):
+    with pytest.raises(UsageError, match="--document-mask"):
         stream(order, 0, 8, 8, 8, document_mask=True)
 
 
