@@ -50,15 +50,22 @@ class JsonLines:
                 raise write_error(error, self.path) from error
 
     def sync(self) -> None:
-        """Returns when every line so far is on the disk, under the file's name. Raises CannotCreate where somebody
-        removed or replaced the file: what is written would be nobody's."""
+        """Returns when every line so far is on the disk, under the file's name. Raises StorageFailure, and as
+        `require_in_place`."""
         try:
             os.fsync(self._descriptor)
+        except OSError as error:
+            raise write_error(error, self.path) from error
+        self.require_in_place()
+
+    def require_in_place(self) -> None:
+        """Raises CannotCreate where somebody removed or replaced the file: what is written would be nobody's."""
+        try:
             there = os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except FileNotFoundError:
             there = False
-        except OSError as error:
-            raise write_error(error, self.path) from error
+        except OSError:
+            return  # the disk fails, which is for the next write to say
         if not there:
             raise CannotCreate(f"{self.path}: was removed or replaced while in use: start again in another folder")
 

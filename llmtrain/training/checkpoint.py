@@ -6,13 +6,17 @@
                                   MANIFEST.json          size and sha256 of each file, pieces of each tensor; sealed
 
 A save writes into `step-N.partial` and renames it; the manifest is written last. A reader trusts only what verifies:
-a damaged newest checkpoint is set aside as `*.corrupt` and the one before it is used.
+a damaged newest checkpoint is set aside as `*.corrupt` and the one before it is used. Nothing else in the folder is
+looked at.
 """
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,17 @@ from torch import Tensor
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic, tensors
-from llmtrain.storage.errors import BadData, InputMissing, LlmtrainError
+from llmtrain.storage.disk import require_room
+from llmtrain.storage.errors import (
+    BadData,
+    ConfigMismatch,
+    Diverged,
+    InputMissing,
+    LlmtrainError,
+    StorageFailure,
+    read_error,
+    write_error,
+)
 from llmtrain.storage.manifest import read_json, read_sealed, seal, sha256_file
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import MOMENTS, AdamW
@@ -32,6 +46,8 @@ FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 STEP_NAME = re.compile(r"step-(\d{8,})")
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64"}
+BESIDE_TENSORS = 1 << 20
+"""Bytes that are asked for beyond those of the tensors: headers, state.json, the manifest."""
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -62,29 +78,41 @@ def _entries(flat: FlatParameters, buffer: Tensor, prefix: str = "") -> dict[str
     }
 
 
+def not_finite(buffers: Mapping[str, Tensor]) -> str | None:
+    """The name of the first buffer that holds a NaN or an infinity."""
+    # A norm makes no copy as isfinite would, and keeps NaN.
+    norms = ((name, float(torch.linalg.vector_norm(buffer, math.inf))) for name, buffer in buffers.items())
+    return next((name for name, norm in norms if not math.isfinite(norm)), None)
+
+
 def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state: dict[str, Any]) -> Path:
     """Writes the checkpoint of `step` and returns its folder; the state on the device is read first.
 
-    `state` is what state.json holds beside the optimizer's counts. Raises CannotCreate and StorageFailure; the
-    checkpoints that were there stay as they are.
+    `state` is what state.json holds beside the optimizer's counts. Raises Diverged where a weight or moment is not
+    finite, CannotCreate and StorageFailure; the checkpoints that were there stay as they are.
     """
+    buffers = {"weight": flat.master.cpu(), **{name: getattr(optimizer, name).cpu() for name in MOMENTS}}
+    if name := not_finite(buffers):
+        raise Diverged(f"after step {step} a {name} is not finite")
+    entries = {
+        MODEL: _entries(flat, buffers["weight"]),
+        OPTIMIZER: {
+            name: entry for moment in MOMENTS for name, entry in _entries(flat, buffers[moment], f"{moment}.").items()
+        },
+    }
     final = folder_of(run_dir, step)
     work = final.with_name(final.name + ".partial")
+    with suppress(LlmtrainError):  # of an earlier save whose disk took no removal either
+        clear_leftovers(run_dir)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        final.parent.mkdir(exist_ok=True)
         atomic.remove_tree(work)
+        needed = sum(memoryview(entry.data).nbytes for of_file in entries.values() for entry in of_file.values())
+        require_room(final.parent, needed + BESIDE_TENSORS, "a checkpoint")
         work.mkdir()
     except OSError as error:
-        raise atomic.write_error(error, work) from error
+        raise write_error(error, work) from error
     try:
-        entries = {
-            MODEL: _entries(flat, flat.master.cpu()),
-            OPTIMIZER: {
-                name: entry
-                for moment in MOMENTS
-                for name, entry in _entries(flat, getattr(optimizer, moment).cpu(), f"{moment}.").items()
-            },
-        }
         files: dict[str, dict[str, Any]] = {}
         pieces: dict[str, dict[str, Any]] = {}
         metadata = {"format": "pt", "step": str(step)}
@@ -104,44 +132,86 @@ def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state
         atomic.write_json(work / MANIFEST, seal(manifest))
         atomic.remove_tree(final)  # a damaged one of this step, or it would have been resumed from
         atomic.publish_folder(work, final)
-    except BaseException:
-        if work.exists():
+    except BaseException as error:
+        with suppress(LlmtrainError):  # the first failure is the one to tell; what stays is cleared by the next save
             atomic.remove_tree(work)
+        if isinstance(error, OSError):
+            raise write_error(error, work) from error
         raise
     return final
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Removes what killed saves and removals left. Only for the holder of the run's lock."""
+    """Removes what killed and failed saves and removals left. Only for the holder of the run's lock."""
     folder = run_dir / "checkpoints"
     if folder.is_dir():
-        for entry in folder.iterdir():
+        for entry in list(folder.iterdir()):
             if re.fullmatch(STEP_NAME.pattern + r"\.partial", entry.name):
                 atomic.remove_tree(entry)
         atomic.remove_trash(folder)
 
 
-def rotate(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints whose manifests hold; one that does not is never counted."""
-    whole = [step for step in list_steps(run_dir) if _manifest_holds(folder_of(run_dir, step))]
-    for step in whole[keep:]:
-        atomic.remove_tree(folder_of(run_dir, step))
+def rotate(run_dir: Path, keep: int, keep_every: int, sound: dict[int, bool]) -> list[str]:
+    """Removes all but the newest `keep` sound checkpoints and those whose step `keep_every` divides (0: none). One that
+    is not sound is never counted. Returns what is wrong with those that are not, each once.
+
+    `sound` remembers, for as long as a process lives, which steps' checkpoints are: those that it wrote or loaded, and
+    by this function every other that had to be counted, which is read and hashed once."""
+    said = []
+    counted = 0
+    for step in list_steps(run_dir):
+        folder = folder_of(run_dir, step)
+        if counted < keep:
+            try:
+                if sound.get(step):
+                    read_manifest(folder)  # somebody may have been at it since
+                elif step not in sound:
+                    _check_sound(folder, step)
+                    sound[step] = True
+            except LlmtrainError as error:
+                sound[step] = False
+                said.append(f"{error}; it is not counted as a checkpoint")
+            counted += sound[step]
+        elif not (keep_every and step % keep_every == 0) and _manifest_holds(folder):
+            atomic.remove_tree(folder)
+    return said
+
+
+def _check_sound(folder: Path, step: int) -> None:
+    """Raises BadData where the folder is not a checkpoint of `step` with every byte as it was written."""
+    if (of := read_manifest(folder)["step"]) != step:
+        raise BadData(f"{folder}: is a copy of the checkpoint of step {of}: give it another name")
+    for _ in verify(folder):
+        pass
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """MANIFEST.json, whole and fitting the sizes of the files beside it. Raises BadData."""
-    try:
-        manifest = read_sealed(folder / MANIFEST)
-    except InputMissing:
-        raise BadData(f"{folder}: has no {MANIFEST}: it is no whole checkpoint") from None
+    """MANIFEST.json, whole and fitting the sizes of the files beside it. Raises BadData, ConfigMismatch where it is of
+    another format, InputMissing where something may not be read, StorageFailure."""
+    if _size(folder / MANIFEST) is None:
+        raise BadData(f"{folder}: has no {MANIFEST}: it is no whole checkpoint")
+    manifest = read_sealed(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise BadData(f"{folder}: has format {manifest.get('format')}, this llmtrain reads {FORMAT}: update it")
+        raise ConfigMismatch(f"{folder}: has format {manifest.get('format')}, this llmtrain reads {FORMAT}: update it")
     for name, entry in manifest["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
+        size = _size(folder / name)
         if size != entry["bytes"]:
-            raise BadData(f"{path}: holds {size} bytes, its manifest says {entry['bytes']}: use another checkpoint")
+            raise BadData(
+                f"{folder / name}: holds {'no' if size is None else size} bytes, its manifest says {entry['bytes']}: "
+                "use another checkpoint"
+            )
     return manifest
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None where there is none. Raises InputMissing where it may not be seen, StorageFailure."""
+    try:
+        of_path = path.stat()
+        return of_path.st_size if stat.S_ISREG(of_path.st_mode) else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise read_error(error, path) from error
 
 
 def _manifest_holds(folder: Path) -> bool:
@@ -226,23 +296,44 @@ def restore_newest(
     optimizer: AdamW,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Loads the newest checkpoint that verifies: (its state, or None where there is none; what had to be said).
+    """Loads the newest checkpoint that is sound: (its state, or None where there is none; what had to be said).
 
-    One that does not verify is renamed to `*.corrupt`, so that it is neither counted nor met again. What `check` raises
-    of the state of one that is whole, ends it: a sound checkpoint of another run is no damaged one of this.
+    Newer ones that are not are renamed to `*.corrupt`, so that they are neither counted nor met again. What `check`
+    raises of the state of a sound one ends it: a checkpoint of another run is no damaged one of this. Raises BadData
+    where there are several and none is sound, and leaves them in their place: that is more than a crash does.
     """
-    said: list[str] = []
+    damaged: dict[Path, LlmtrainError] = {}
+    state = None
     for step in list_steps(run_dir):
         folder = folder_of(run_dir, step)
         try:
-            return load(folder, flat, optimizer, check), said
-        except BadData as error:
-            aside = folder.with_name(folder.name + ".corrupt")
-            atomic.remove_tree(aside)
-            os.rename(folder, aside)
-            atomic.fsync_folder(folder.parent)
-            said.append(f"{error}; set aside as {aside.name}")
-    return None, said
+            if (of := read_manifest(folder)["step"]) != step:
+                raise BadData(f"{folder}: is a copy of the checkpoint of step {of}")
+            state = load(folder, flat, optimizer, check)
+            if name := not_finite({"weight": flat.master, **{name: getattr(optimizer, name) for name in MOMENTS}}):
+                raise BadData(f"{folder}: holds a {name} that is not finite")
+            break
+        except (BadData, StorageFailure) as error:  # what the disk does not give back is as lost as what it alters
+            damaged[folder], state = error, None
+    if state is None and len(damaged) > 1:
+        first = next(iter(damaged.values()))
+        raise BadData(
+            f"{first} (none of the {len(damaged)} checkpoints is sound): see to the disk, bring one back, or remove "
+            f"{run_dir / 'checkpoints'} to begin anew"
+        )
+    said = [f"{error}; set aside as {_set_aside(folder).name}" for folder, error in damaged.items()]
+    return state, said
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(folder.name + ".corrupt")
+    atomic.remove_tree(aside)
+    try:
+        os.rename(folder, aside)
+    except OSError as error:
+        raise write_error(error, folder, "set aside") from error
+    atomic.fsync_folder(folder.parent)
+    return aside
 
 
 def newest_whole(run_dir: Path) -> Path | None:

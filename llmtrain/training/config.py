@@ -119,6 +119,8 @@ class RunConfig:
     """Steps between checkpoints; the end of the run is always saved."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep; 2 or more."""
+    keep_every: int = 0
+    """Steps between checkpoints that are kept for good, a multiple of checkpoint_every; 0: none is."""
     log_every: int = 10
     """Steps between log lines."""
     val_every: int = 0
@@ -128,8 +130,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "accumulate", "global_batch_size", "checkpoint_every", "log_every")
-        _at_least(self, 0, "seed", "val_every", "val_windows")
+        _at_least(self, 0, "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
+        if self.keep_every % self.checkpoint_every:
+            raise ValueError(
+                f"keep_every {self.keep_every} must be a multiple of checkpoint_every, {self.checkpoint_every}: no "
+                "other step has a checkpoint to keep"
+            )
         if self.global_batch_size is not None and self.accumulate != 1:
             raise ValueError(
                 f"accumulate {self.accumulate} and global_batch_size {self.global_batch_size} both say how many "

@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,8 +16,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from llmtrain.storage.errors import LlmtrainError
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training.plan import Plan
+
+MAX_HELD = 100_000
+"""Lines that wait for the disk, about 600 bytes each."""
 
 
 class Throughput:
@@ -73,6 +78,8 @@ class RunLog:
         self.journal = JsonLines(run_dir / "metrics.jsonl")
         self.attempt = attempt
         self.plan = plan
+        self._held: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
         self.console = console or _Console(soft_wrap=True, highlight=False)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         if self.live:
@@ -96,10 +103,33 @@ class RunLog:
             self.write("event", 0, 0, event="console", text=f"the console is gone, nothing is printed ({error})")
 
     def write(self, kind: str, step: int, tokens: int, **fields: Any) -> None:
-        """A line for programs."""
-        self.journal.append(
-            {"kind": kind, "step": step, "tokens": tokens, "time": time.time(), "attempt": self.attempt, **fields}
-        )
+        """A line for programs. A disk that does not take it is no reason to end the run: the line is held until it
+        does, and `sync` sees to it that no checkpoint is published without it. Raises StorageFailure where very many
+        are held."""
+        line = {"kind": kind, "step": step, "tokens": tokens, "time": time.time(), "attempt": self.attempt, **fields}
+        with self._lock:
+            first = not self._held
+            self._held.append(line)
+            try:
+                self._write_held()
+                return
+            except LlmtrainError as error:
+                if len(self._held) > MAX_HELD:
+                    raise
+                reason = str(error).removesuffix(" and run again")
+        if first:
+            self.line(f"step {step}: {reason}; lines are held until it takes them")
+
+    def _write_held(self) -> None:
+        while self._held:
+            self.journal.append(self._held[0])
+            del self._held[0]
+
+    def sync(self) -> None:
+        """Every line so far is on the disk on return. From any thread. Raises CannotCreate, StorageFailure."""
+        with self._lock:
+            self._write_held()
+        self.journal.sync()
 
     def event(self, step: int, tokens: int, name: str, text: str, **fields: Any) -> None:
         """Something that happened: to both."""
@@ -140,7 +170,7 @@ class RunLog:
             self.line(text)
 
     def close(self) -> None:
-        """Ends the use of both; `journal.sync` first what must be on the disk."""
+        """Ends the use of both; `sync` first what must be on the disk."""
         if self.live:
             self._show(lambda live: live.stop())
         self.journal.close()

@@ -1,7 +1,6 @@
 """The arithmetic of a run, said before its first step."""
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from llmtrain.model.flops import (
     rerun_flops_per_token,
 )
 from llmtrain.model.memory import MemoryPlan, training_memory
+from llmtrain.storage.disk import free_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
@@ -146,15 +146,28 @@ def schedule_line(config: TrainConfig, total_steps: int) -> str:
     return f"schedule    lr rises to {peak:.2e} over {warmup:,} steps and ends at {end:.2e}"
 
 
-def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str) -> list[str]:
-    """The lines printed before step 0."""
+def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | None) -> str:
+    """What the run's checkpoints will take, `there` of them being on the disk, against the bytes that are free."""
+    run, one = config.run, checkpoint_bytes(config)
+    saves = math.ceil(total_steps / run.checkpoint_every)
+    kept = min(saves, run.keep_checkpoints + (total_steps // run.keep_every if run.keep_every else 0))
+    in_work = int(saves > kept)
+    text = f"disk        {in_bytes(one)} a checkpoint, {in_bytes(kept * one)} for the {kept} that are kept"
+    text += f" and {in_bytes(one)} for one in work" * in_work
+    if free is None:
+        return text
+    text += f", {in_bytes(free)} free"
+    if (kept + in_work - there) * one > free:
+        text += ", so IT WILL NOT FIT: free space, or lower --keep-checkpoints or raise --keep-every"
+    return text
+
+
+def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str, checkpoints: int) -> list[str]:
+    """The lines printed before step 0; `checkpoints` are on the disk already."""
     model, run, seq_len = config.model, config.run, config.data.seq_len
     counts = parameter_counts(model)
     tokens_per_step = plan.sequences_per_step * seq_len
     micro = math.ceil(plan.sequences_per_step / run.batch_size)
-    saves = math.ceil(plan.total_steps / run.checkpoint_every)
-    on_disk = min(saves, run.keep_checkpoints) * checkpoint_bytes(config)
-    free = shutil.disk_usage(_existing(run.run_dir)).free
     total_tokens = plan.total_samples * seq_len
     documents = ""
     if config.data.document_mask:
@@ -179,8 +192,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         lines.append(f"corpus      {name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs ({source.file.path})")
     lines += [
         *memory_lines(plan.memory, plan.device_bytes),
-        f"disk        {in_bytes(checkpoint_bytes(config))} a checkpoint, {in_bytes(on_disk)} for those kept, "
-        f"{in_bytes(free)} free",
+        disk_line(config, plan.total_steps, checkpoints, free_bytes(_existing(run.run_dir))),
         f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "
         f"(classic {classic_flops_per_token(model, seq_len) / 1e6:,.1f}), "
         f"{in_flops(plan.flops_per_token * total_tokens)} in all",

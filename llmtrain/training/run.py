@@ -10,6 +10,7 @@ import torch
 
 from llmtrain.corpus.batches import BatchStream
 from llmtrain.kernels import choice
+from llmtrain.storage.disk import require_room
 from llmtrain.storage.errors import LlmtrainError, StopRequested, UsageError
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
@@ -18,7 +19,7 @@ from llmtrain.training.config import TrainConfig
 from llmtrain.training.health import Health
 from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.metrics import RunLog, Throughput, duration
-from llmtrain.training.plan import Plan, describe, make_plan
+from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
 from llmtrain.training.step import make_deterministic
@@ -65,7 +66,7 @@ def _run(run: Started, plan: Plan, stop: StopFlag) -> None:
     try:
         _begin(run, plan, log)
         loop(run, plan, log, stop)
-        log.journal.sync()
+        log.sync()
     except BaseException as error:
         code = error.exit_code if isinstance(error, LlmtrainError) else 70
         reason = str(error) if isinstance(error, LlmtrainError) else f"{type(error).__name__}: {error}"
@@ -73,7 +74,7 @@ def _run(run: Started, plan: Plan, stop: StopFlag) -> None:
         with suppress(LlmtrainError):
             state = "stopped" if isinstance(error, StopRequested) else "failed"
             write_status(run_dir, state, reason, run.at_step, code)
-            log.journal.sync()
+            log.sync()
         raise
     finally:
         log.close()
@@ -97,8 +98,12 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     """Puts the run directory in order and says the plan."""
     at, samples = run.at_step, plan.samples(run.at_step)
     notes = start.prepare_run_dir(run.config, run.order) + run.notes
+    if at < plan.total_steps:
+        needed = checkpoint_bytes(run.config) + checkpoint.BESIDE_TENSORS
+        require_room(run.config.run.run_dir / "checkpoints", needed, "a checkpoint")
     log.journal.rewrite(lambda line: _counts(line, at))
-    for line in describe(run.config, plan, run.order, start.device_name(run.device)):
+    checkpoints = len(checkpoint.list_steps(run.config.run.run_dir))
+    for line in describe(run.config, plan, run.order, start.device_name(run.device), checkpoints):
         log.line(line)
     tokens = samples * run.config.data.seq_len
     environment = start.environment(run.device, run.attention.name)
@@ -139,6 +144,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     settings, seq_len, step = run.config.run, run.config.data.seq_len, run.step
     saved_at = run.at_step if run.at_step else -1
     first = run.at_step + 1
+    sound = {run.at_step: True} if run.at_step else {}
     throughput = Throughput()
     health = Health(run, plan)
     waited = 0.0
@@ -158,14 +164,18 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
             return
         throughput.pause()
         look(weights=True)
-        log.journal.sync()  # the lines of a step must be there before the checkpoint that makes them count
+        log.sync()  # the lines of a step must be there before the checkpoint that makes them count
         since = time.perf_counter()
         state = run.state(plan.samples(run.at_step))
         folder = checkpoint.save(settings.run_dir, run.at_step, step.flat, step.optimizer, state)
+        sound[run.at_step] = True
+        notes = []
         if health.in_a_row == 0:  # in a bad row those from before it are all kept
-            checkpoint.rotate(settings.run_dir, settings.keep_checkpoints)
+            notes = checkpoint.rotate(settings.run_dir, settings.keep_checkpoints, settings.keep_every, sound)
         seconds = time.perf_counter() - since
         log.event(run.at_step, tokens(), "checkpoint", f"saved {folder} in {seconds:.2f} s", seconds=seconds)
+        for note in notes:
+            log.event(run.at_step, tokens(), "note", note)
         saved_at = run.at_step
         throughput.resume()
 

@@ -70,6 +70,7 @@ def measure(folder: Path, rounds: int) -> dict:
     for turn in range(rounds + 1):  # the first warms up
         plain.unlink(missing_ok=True)
         atomic.remove_tree(run)
+        run.mkdir()
         os.sync()
         times = {"plain write": timed(lambda: plain_write(plain, views))}
         os.sync()

@@ -23,6 +23,7 @@ MODEL = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads
 
 def make_run(run_dir: Path) -> Path:
     """Two checkpoints of a small model, and what a run writes beside them."""
+    run_dir.mkdir()
     flat = FlatParameters(Transformer(MODEL, device="meta"), "cpu", torch.bfloat16)
     for step in (5, 10):
         state = {

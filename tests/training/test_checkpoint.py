@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.transformer import Transformer
-from llmtrain.storage.errors import BadData, InputMissing, StorageFailure
+from llmtrain.storage.errors import BadData, Diverged, InputMissing, StorageFailure
 from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters
@@ -83,6 +85,7 @@ def test_the_manifest_names_the_pieces_of_every_tensor_and_ends_with_its_own_has
 def test_a_flipped_bit_or_a_cut_in_any_file_sends_the_reader_to_the_checkpoint_before(name: str, tmp_path):
     for damage in (lambda data: data[:-3], lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:]):
         run_dir = tmp_path / f"run{damage(b' ' * 50)[40]}"
+        run_dir.mkdir()
         save(run_dir, 1, 1)
         victim = save(run_dir, 2, 2) / name
         victim.write_bytes(damage(victim.read_bytes()))
@@ -94,25 +97,123 @@ def test_a_flipped_bit_or_a_cut_in_any_file_sends_the_reader_to_the_checkpoint_b
         assert checkpoint.list_steps(run_dir) == [1]
 
 
-def test_rotation_keeps_the_newest_and_never_counts_a_damaged_one(tmp_path):
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flip_a_bit, cut])
+@pytest.mark.parametrize("name", [checkpoint.OPTIMIZER, checkpoint.MANIFEST])
+def test_rotation_keeps_the_newest_and_never_counts_a_damaged_one(name, damage, tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, step)
-    (checkpoint.folder_of(tmp_path, 4) / checkpoint.MANIFEST).unlink()
-    checkpoint.rotate(tmp_path, 2)
+    damage(checkpoint.folder_of(tmp_path, 4) / name)
+    sound: dict[int, bool] = {}
+    (said,) = checkpoint.rotate(tmp_path, 2, 0, sound)
+    assert "step-00000004" in said and "not counted" in said
     assert checkpoint.list_steps(tmp_path) == [4, 3, 2]
-    assert checkpoint.newest_valid(tmp_path).name == "step-00000003"
+    assert sound == {4: False, 3: True, 2: True}
+    save(tmp_path, 5, 5)
+    assert checkpoint.rotate(tmp_path, 2, 0, sound | {5: True}) == []
+    assert checkpoint.list_steps(tmp_path) == [5, 4, 3]
+
+
+def test_rotation_hashes_only_what_this_process_does_not_know_and_that_once(tmp_path, monkeypatch):
+    hashed: list[str] = []
+    verify = checkpoint.verify
+    monkeypatch.setattr(checkpoint, "verify", lambda folder: [hashed.append(folder.name), *verify(folder)])
+    for step in (1, 2, 3):
+        save(tmp_path, step, step)
+    sound = {3: True}
+    for _ in range(2):
+        checkpoint.rotate(tmp_path, 2, 0, sound)
+    assert hashed == ["step-00000002"] and checkpoint.list_steps(tmp_path) == [3, 2]
+
+
+def test_what_keep_every_divides_is_kept_for_good_and_does_not_keep_the_others(tmp_path):
+    sound = {}
+    for step in range(2, 20, 2):
+        save(tmp_path, step, step)
+        sound[step] = True
+        checkpoint.rotate(tmp_path, 2, 6, sound)
+    assert checkpoint.list_steps(tmp_path) == [18, 16, 12, 6]
+
+
+def test_what_is_not_finite_is_never_written_nor_loaded(tmp_path, monkeypatch):
+    save(tmp_path, 1, 1)
+    for buffer in ("master", "exp_avg", "exp_avg_sq"):
+        flat, optimizer = state(2)
+        getattr(flat if buffer == "master" else optimizer, buffer)[3] = float("nan" if buffer == "master" else "inf")
+        with pytest.raises(Diverged):
+            checkpoint.save(tmp_path, 2, flat, optimizer, {})
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    with monkeypatch.context() as patched:  # as another program might
+        patched.setattr(checkpoint, "not_finite", lambda buffers: None)
+        checkpoint.save(tmp_path, 2, flat, optimizer, {})
+    found, said = checkpoint.restore_newest(tmp_path, *state(9))
+    assert found is not None and found["step"] == 1 and "not finite" in said[0]
+
+
+def test_where_no_checkpoint_is_sound_they_stay_and_the_run_does_not_begin_anew(tmp_path):
+    for step in (1, 2):
+        flip_a_bit(save(tmp_path, step, 1) / checkpoint.MODEL)
+    with pytest.raises(BadData, match="none of the 2"):
+        checkpoint.restore_newest(tmp_path, *state(9))
+    assert checkpoint.list_steps(tmp_path) == [2, 1]
+
+
+def test_a_copy_under_another_number_is_not_that_checkpoint(tmp_path):
+    newest = save(tmp_path, 1, 1)
+    shutil.copytree(newest, checkpoint.folder_of(tmp_path, 7))
+    assert "is a copy" in checkpoint.rotate(tmp_path, 2, 0, {1: True})[0]
+    found, said = checkpoint.restore_newest(tmp_path, *state(9))
+    assert found is not None and found["step"] == 1 and "copy" in said[0]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_modes_follow_the_umask(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        folder = save(tmp_path, 1, 1)
+    finally:
+        os.umask(before)
+    for path in (folder, *folder.iterdir()):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask
+
+
+def test_without_room_nothing_is_written(tmp_path, monkeypatch):
+    save(tmp_path, 1, 1)
+    written: list[object] = []
+    monkeypatch.setattr(checkpoint.tensors, "write", lambda *a: written.append(a))
+    monkeypatch.setattr("llmtrain.storage.disk.free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(StorageFailure, match=r"a checkpoint takes 1.* MB, 1.05 MB are free"):
+        save(tmp_path, 2, 2)
+    assert not written and [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_strays_in_the_folder_disturb_nothing(tmp_path):
     save(tmp_path, 5, 1)
     folder = tmp_path / "checkpoints"
-    for stray in ("step-00000009.partial", "step-00000008.corrupt", "step-9", "step-00000007 (copy)", "notes"):
+    strays = ["step-00000008.corrupt", "step-9", "notes", "step-00000002.bak", ".step-00000003.swp"]
+    for stray in [*strays, "step-00000009.partial", "step-00000004.partial", ".step-00000002.77.trash"]:
         (folder / stray).mkdir()
+        (folder / stray / checkpoint.MODEL).write_bytes(b"half")
+    shutil.copytree(folder / "step-00000005", folder / "step-00000005 (copy)")
     (folder / "step-00000099").write_text("a file")
+    (folder / "step-00000098").symlink_to("nowhere")
     assert checkpoint.list_steps(tmp_path) == [5]
+    assert checkpoint.restore_newest(tmp_path, *state(9))[1] == []
     save(tmp_path, 9, 2)
+    assert checkpoint.rotate(tmp_path, 2, 0, {}) == []
+    mine = {"step-00000005", "step-00000009"}
+    others = {*strays, "step-00000005 (copy)", "step-00000099", "step-00000098"}
+    assert {p.name for p in folder.iterdir()} == mine | others
     assert checkpoint.list_steps(tmp_path) == [9, 5]
-    assert not (folder / "step-00000009.partial").exists()
 
 
 def test_a_failed_save_leaves_the_checkpoints_that_were_there_and_no_partial_one(tmp_path, monkeypatch):

@@ -109,3 +109,9 @@ def test_a_number_that_no_counter_holds_is_refused(value):
         RunConfig(batch_size=value)
     with pytest.raises(ValueError, match="epochs"):
         ScheduleConfig(epochs=float("inf"))
+
+
+def test_keep_every_is_a_multiple_of_checkpoint_every():
+    assert RunConfig(checkpoint_every=10, keep_every=30).keep_every == 30
+    with pytest.raises(ValueError, match="keep_every 15 must be a multiple of checkpoint_every, 10"):
+        RunConfig(checkpoint_every=10, keep_every=15)

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from llmtrain.storage.errors import StorageFailure
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training.metrics import RunLog, duration
+from tests.storage.processes import small_disk
 
 # 100 steps of 4 sequences of 256 tokens.
 PLAN = SimpleNamespace(
@@ -38,6 +40,27 @@ def test_elsewhere_a_line_is_plain_and_whole(tmp_path):
     )
     (line,) = JsonLines.read(tmp_path / "run/metrics.jsonl")
     assert (line["tok_per_s"], line["tflops"], line["mfu"]) == (1024.0, 1024 * 2e6 / 1e12, None)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_held_until_it_does(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        out = io.StringIO()
+        log = RunLog(disk, 1, PLAN, Console(file=out, soft_wrap=True))
+        filler = disk / "filler"
+        with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for step in range(300):  # beyond what is left of the last page
+            log.train(step, 1024 * step, 0.5, FIGURES, 3e-4, rate=1024.0, flops=(2e6, 0.0))
+        with pytest.raises(StorageFailure):
+            log.sync()
+        assert out.getvalue().count("the disk is full: free space; lines are held") == 1
+        filler.unlink()
+        log.event(300, 0, "note", "there is room")
+        log.sync()
+        steps = [line["step"] for line in JsonLines.read(disk / "metrics.jsonl")]
+        log.close()
+    assert steps == list(range(301))
 
 
 def test_lengths_of_time():

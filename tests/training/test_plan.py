@@ -4,7 +4,7 @@ from dataclasses import replace
 from llmtrain.model.flops import flops_per_token, parameter_counts
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.storage.units import in_bytes, in_flops
-from llmtrain.training.plan import memory_lines, schedule_line
+from llmtrain.training.plan import checkpoint_bytes, disk_line, memory_lines, schedule_line
 from llmtrain.training.run import train
 from tests.training.conftest import config
 
@@ -59,5 +59,18 @@ def test_the_plan_adds_up(corpus, tmp_path, capsys):
     assert f"run         3 steps, 288 tokens, {288 / counts.total:.2g} a parameter; 6.2 steps an epoch\n" in out
     assert "corpus      corpus: 597 tokens, 0.49 epochs" in out
     one = in_bytes(12 * counts.total)
-    assert f"disk        {one} a checkpoint, {one} for those kept" in out
+    assert f"disk        {one} a checkpoint, {one} for the 1 that are kept, " in out
     assert f"{in_flops(288 * flops)} in all\n" in out
+
+
+def test_the_disk_line_counts_those_kept_and_the_one_in_work_and_says_where_they_do_not_fit(tmp_path):
+    asked = {"checkpoint_every": 2, "keep_checkpoints": 2, "keep_every": 4}
+    settings = config(tmp_path / "c.u16", tmp_path / "run", run=asked)
+    settings = replace(settings, model=replace(settings.model, vocab_size=96))
+    one = checkpoint_bytes(settings)
+    line = disk_line(settings, 20, 0, 8 * one)  # 10 saves: 2 newest, 5 for good, 1 in work
+    assert f"{in_bytes(7 * one)} for the 7 that are kept and {in_bytes(one)} for one in work" in line
+    assert "FIT" not in line
+    assert "WILL NOT FIT" in disk_line(settings, 20, 0, 8 * one - 1)
+    assert "FIT" not in disk_line(settings, 20, 3, 5 * one)
+    assert "free" not in disk_line(settings, 20, 0, None)

@@ -16,7 +16,7 @@ import pytest
 from llmtrain.corpus.batches import assemble
 from llmtrain.kernels import choice
 from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
-from llmtrain.storage.errors import ConfigMismatch, StopRequested
+from llmtrain.storage.errors import ConfigMismatch, StopRequested, StorageFailure
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run, validate
 from llmtrain.training.config import TrainConfig
@@ -374,3 +374,15 @@ def test_what_a_killed_save_left_is_cleared_at_the_next_start(corpus, tmp_path):
     (folder / "notes.partial").write_text("a person's own")
     run.train(config(corpus, tmp_path / "run", total_steps=1), resume=True)
     assert sorted(p.name for p in folder.iterdir()) == ["notes.partial", "step-00000001"]
+
+
+def test_a_run_whose_disk_has_no_room_for_a_checkpoint_ends_before_its_first_step(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("llmtrain.storage.disk.free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(StorageFailure, match="a checkpoint takes"):
+        run.train(config(corpus, tmp_path / "run"), resume=True)
+    assert lines(tmp_path / "run", "train") == []
+
+
+def test_a_finished_run_needs_no_room(corpus, undisturbed, monkeypatch):
+    monkeypatch.setattr("llmtrain.storage.disk.free_bytes", lambda folder: 0)
+    run.train(config(corpus, undisturbed), resume=True)
