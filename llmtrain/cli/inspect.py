@@ -182,7 +182,8 @@ def step_lines(run_dir: Path, step: int) -> Iterator[Line]:
 
     config = configuration({"run_dir": run_dir}, None, resume=True)
     seq_len, per_step = config.data.seq_len, config.run.sequences_per_step
-    order = SampleOrder(open_sources(config.data.tokens, config.model.vocab_size), seq_len, config.run.seed)
+    sources = open_sources(config.data.tokens, config.model.vocab_size, config.data.eos_id)
+    order = SampleOrder(sources, seq_len, config.run.seed)
     begin, end = (step - 1) * per_step, min(step * per_step, samples_of_run(config, order))
     if begin >= end:
         raise UsageError(f"--step {step}: the run ends at step {-(-samples_of_run(config, order) // per_step)}")

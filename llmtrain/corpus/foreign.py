@@ -70,8 +70,8 @@ def _llm_c(path: Path, size: int, version: int, tokens: int) -> Form:
         )
     if tokens < 1 or size != LLM_C_HEADER + 2 * tokens:
         raise BadData(
-            f"{path}: its llm.c header counts {tokens:,} tokens, which take {LLM_C_HEADER + 2 * tokens:,} bytes with it, the "
-            f"file has {size:,}: copy or make it again"
+            f"{path}: its llm.c header counts {tokens:,} tokens, so {LLM_C_HEADER + 2 * tokens:,} bytes in all; the "
+            f"file has {size:,}: copy it or make it again"
         )
     return Form(LLM_C, LLM_C_HEADER)
 
