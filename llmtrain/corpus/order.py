@@ -7,9 +7,12 @@ Each epoch of a source is a keyed permutation of its windows. A mixture deals sa
 import hashlib
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +21,9 @@ from llmtrain.storage.errors import BadData, UsageError
 
 BLOCK = 1000
 ROUNDS = 6
+
+_BUDGET = re.compile(r"(\d+\.?\d*|\.\d+)([KMBTkmbt])")
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS = np.array([(i + 1) * _GOLDEN % 2**64 for i in range(ROUNDS)], np.uint64)[:, None]
@@ -75,10 +81,22 @@ class Source:
     file: TokenFile
     weight: float
     """Its share of the samples, relative to the other sources' weights."""
+    budget: int | None = None
+    """Tokens that a run takes of it, where that was said in the place of a weight."""
 
 
-def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Reads `[NAME=]PATH[:WEIGHT]` into (name, path, weight), in the order given.
+class SourceSpec(NamedTuple):
+    """A source as it is named on the command line; fields as of `Source`."""
+
+    name: str
+    path: str
+    weight: float = 1.0
+    budget: int | None = None
+
+
+def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
+    """Reads `[NAME=]PATH[:WEIGHT|:BUDGET]`, in the order given. A budget is a number of tokens such as 300M or 2.5B;
+    either all sources have one or none.
 
     NAME is the file's stem and WEIGHT 1 where not said. A `=` after a slash and a `:` before what is no number
     belong to the path. Raises UsageError.
@@ -89,9 +107,12 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
         named = bool(equals) and "/" not in name
         if not named:
             path = spec
-        weight = 1.0
+        weight, budget = 1.0, None
         before, colon, after = path.rpartition(":")
-        if colon:
+        if colon and (amount := _BUDGET.fullmatch(after)):
+            path, budget = before, round(Fraction(amount[1]) * _UNITS[amount[2].upper()])
+            weight = float(budget)
+        elif colon:
             try:
                 path, weight = before, float(after)
             except ValueError:
@@ -104,10 +125,15 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
             raise UsageError(f"--tokens {spec}: the weight {after} is not above 0: leave the source out or weigh it")
         if not 1e-100 < weight < 1e100:  # sums and shares stay finite
             raise UsageError(f"--tokens {spec}: the weight {after} is out of bounds: weights are shares, as 1 and 3")
-        sources.append((name, path, weight))
+        sources.append(SourceSpec(name, path, weight, budget))
     if not sources:
         raise UsageError("--tokens is missing: name a token file, [NAME=]PATH[:WEIGHT]")
-    names = [name for name, _, _ in sources]
+    without = [source.name for source in sources if source.budget is None]
+    if 0 < len(without) < len(sources):
+        raise UsageError(
+            f"--tokens {without[0]}: says no number of tokens as others do: give all of them one, or all a weight"
+        )
+    names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--tokens: two sources are called {name}: tell them apart with NAME=PATH")
@@ -115,10 +141,13 @@ def parse_sources(specs: Sequence[str]) -> list[tuple[str, str, float]]:
 
 
 def absolute_spec(spec: str) -> str:
-    """`[NAME=]PATH[:WEIGHT]` with the same meaning wherever it is read. Raises UsageError."""
-    ((name, path, weight),) = parse_sources([spec])
+    """`[NAME=]PATH[:WEIGHT|:BUDGET]` with the same meaning wherever it is read. Raises UsageError."""
+    ((name, path, weight, budget),) = parse_sources([spec])
+    path = os.path.abspath(path)
+    if budget is not None:
+        return f"{name}={path}:{spec.rpartition(':')[2]}"
     # A path with a colon needs its weight said, or its end would be taken for one.
-    return f"{name}={os.path.abspath(path)}" + (f":{weight!r}" if weight != 1 or ":" in os.path.abspath(path) else "")
+    return f"{name}={path}" + (f":{weight!r}" if weight != 1 or ":" in path else "")
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
@@ -193,11 +222,16 @@ class SampleOrder:
             window[mine] = permute(position, int(windows), self._key(s, epoch))
         return source, window
 
-    def source_epochs(self, samples: int) -> dict[str, float]:
-        """How many times the first `samples` samples go through each source."""
+    def drawn(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples come from each source, (sources,) int64."""
         blocks, rest = divmod(samples, BLOCK)
         drawn = blocks * self.counts
         if rest:
             source, _ = self._deal(np.arange(samples - rest, samples))
             drawn = drawn + np.bincount(source, minlength=len(self.sources))
-        return {source.name: float(n / w) for source, n, w in zip(self.sources, drawn, self.windows, strict=True)}
+        return drawn
+
+    def source_epochs(self, samples: int) -> dict[str, float]:
+        """How many times the first `samples` samples go through each source."""
+        epochs = self.drawn(samples) / self.windows
+        return {source.name: float(n) for source, n in zip(self.sources, epochs, strict=True)}

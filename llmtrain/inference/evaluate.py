@@ -51,7 +51,7 @@ def open_sources(
         raise UsageError(f"--seq-len {seq_len} is beyond the model's max_seq_len {config.max_seq_len}: lower it")
     sources = [
         Source(name, TokenFile.open(path, config.vocab_size, eos_id), weight)
-        for name, path, weight in parse_sources(specs)
+        for name, path, weight, _ in parse_sources(specs)
     ]
     for source in sources:
         made_by = (source.file.manifest or {}).get("tokenizer", {}).get("sha256")

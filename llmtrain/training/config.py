@@ -30,8 +30,8 @@ def _at_least(config: Any, low: float, *names: str) -> None:
 
 @dataclass(frozen=True)
 class DataConfig:
-    tokens: tuple[str, ...] = field(default=("data/corpus.u16",), metadata={"metavar": "[NAME=]PATH[:WEIGHT]"})
-    """Token file to train on; repeat it to mix several by weight."""
+    tokens: tuple[str, ...] = field(default=("data/corpus.u16",), metadata={"metavar": "[NAME=]PATH[:WEIGHT|:TOKENS]"})
+    """Token file to train on; repeat it to mix several by weight (:0.7) or by how many tokens to take (:2.5B)."""
     seq_len: int = field(default=1024, metadata=DEFINES)
     """Length of a sample, in tokens."""
     document_mask: bool = field(default=False, metadata=DEFINES)
@@ -76,9 +76,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     total_steps: int | None = field(default=None, metadata=DEFINES)
-    """Optimizer steps of the run; default: as many as the epochs have."""
+    """Optimizer steps of the run; default: as many as the tokens asked of each source, or else the epochs, have."""
     epochs: float = field(default=1.0, metadata=DEFINES)
-    """Passes over the corpus, where total_steps is not given."""
+    """Passes over the corpus, where neither total_steps nor numbers of tokens are given."""
     warmup_steps: int = field(default=2000, metadata=DEFINES)
     """Steps of linear warmup before the cosine decay."""
     min_lr_ratio: float = field(default=0.1, metadata=DEFINES)

@@ -29,6 +29,9 @@ from llmtrain.training.schedule import learning_rate
 PAIRS_OF = 1 << 17
 """Tokens from the beginning of the run whose documents stand for all, in the plan."""
 
+MOST_EPOCHS = 4
+"""Up to which repeated text is nearly as good as new (Muennighoff et al. 2023)."""
+
 MFU_GUESS = 0.4
 """Share of the peak that the expected hours assume, until the first log line knows better."""
 
@@ -59,9 +62,17 @@ class Plan:
 
 
 def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
-    """From total_steps, or from epochs, which may end in the middle of a step."""
+    """From total_steps, from the tokens asked of each source, or from epochs; the latter two may end in the middle of a
+    step. Raises UsageError for epochs of tokens that are counted."""
     if config.schedule.total_steps is not None:
         return config.schedule.total_steps * config.run.sequences_per_step
+    budgets = [source.budget for source in order.sources if source.budget is not None]
+    if budgets:
+        if config.schedule.epochs != 1:
+            raise UsageError(
+                f"--epochs {config.schedule.epochs}: --tokens says already how many tokens to take: leave one out"
+            )
+        return max(1, round(sum(budgets) / config.data.seq_len))
     return max(1, round(config.schedule.epochs * order.samples_per_epoch))
 
 
@@ -186,10 +197,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         "steps an epoch",
         schedule_line(config, plan.total_steps),
     ]
-    for (name, epochs), source in zip(
-        order.source_epochs(plan.total_samples).items(), order.sources, strict=True
-    ):
-        lines.append(f"corpus      {name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs ({source.file.path})")
+    lines += corpus_lines(order, plan.total_samples)
     lines += [
         *memory_lines(plan.memory, plan.device_bytes),
         disk_line(config, plan.total_steps, checkpoints, free_bytes(_existing(run.run_dir))),
@@ -202,6 +210,23 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         lines.append(f"time        {hours:,.2f} hours at {MFU_GUESS:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s")
     else:
         lines.append("time        known from the first log line on (no peak rate on record for this device)")
+    return lines
+
+
+def corpus_lines(order: SampleOrder, total_samples: int) -> list[str]:
+    """How often the run goes through each source, and what of that a person may not have meant."""
+    lines = []
+    for source, samples, windows in zip(order.sources, order.drawn(total_samples), order.windows, strict=True):
+        epochs, tokens = samples / windows, int(samples) * order.seq_len
+        line = f"corpus      {source.name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs"
+        if len(order.sources) > 1:
+            line += f", {tokens / (total_samples * order.seq_len):.1%} of the run"
+        # Thousandths of the mixture, and --total-steps, may give a source more or less than was asked.
+        if source.budget is not None and abs(tokens - source.budget) > 0.01 * source.budget + order.seq_len:
+            line += f", {tokens:,} OF {source.budget:,} TOKENS ASKED"
+        if epochs > MOST_EPOCHS:
+            line += f", MORE THAN {MOST_EPOCHS}, AFTER WHICH A REPETITION TEACHES LITTLE: add text or lower its share"
+        lines.append(f"{line} ({source.file.path})")
     return lines
 
 

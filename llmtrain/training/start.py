@@ -79,8 +79,8 @@ def device_name(device: torch.device) -> str:
 def open_sources(specs: tuple[str, ...], vocab_size: int, eos_id: int | None) -> list[Source]:
     """Opens token files; vocab_size 0: as their manifests say."""
     return [
-        Source(name, TokenFile.open(path, vocab_size or None, eos_id), weight)
-        for name, path, weight in parse_sources(specs)
+        Source(name, TokenFile.open(path, vocab_size or None, eos_id), weight, budget)
+        for name, path, weight, budget in parse_sources(specs)
     ]
 
 
@@ -109,6 +109,7 @@ def corpus_identity(sources: list[Source]) -> list[dict[str, Any]]:
     return [
         {
             "weight": s.weight,
+            **({} if s.budget is None else {"budget": s.budget}),
             "tokens": s.file.tokens,
             "sha256": _content_hash(s.file),
             "tokenizer": s.file.manifest["tokenizer"]["sha256"] if s.file.manifest else None,

@@ -1,3 +1,4 @@
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.corpus import order
-from llmtrain.corpus.order import SampleOrder, Source, block_counts, parse_sources, permute
+from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, block_counts, parse_sources, permute
 from llmtrain.storage.errors import BadData, UsageError
 from tests.corpus.files import counting_file
 
@@ -202,17 +203,31 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(tmp_path):
 
 
 def test_sources_are_read_from_their_specifications():
-    assert parse_sources(["data/corpus.u16"]) == [("corpus", "data/corpus.u16", 1.0)]
+    assert parse_sources(["data/corpus.u16"]) == [("corpus", "data/corpus.u16", 1.0, None)]
     assert parse_sources(["code=a.u16:0.7", "b.u16:3", "m=x/c.bin"]) == [
-        ("code", "a.u16", 0.7),
-        ("b", "b.u16", 3.0),
-        ("m", "x/c.bin", 1.0),
+        ("code", "a.u16", 0.7, None),
+        ("b", "b.u16", 3.0, None),
+        ("m", "x/c.bin", 1.0, None),
     ]
-    assert parse_sources(["runs/lr=1/a.u16"]) == [("a", "runs/lr=1/a.u16", 1.0)]
-    assert parse_sources(["host:dir/a.u16"]) == [("a", "host:dir/a.u16", 1.0)]
+    assert parse_sources(["runs/lr=1/a.u16"]) == [("a", "runs/lr=1/a.u16", 1.0, None)]
+    assert parse_sources(["host:dir/a.u16"]) == [("a", "host:dir/a.u16", 1.0, None)]
 
 
-@pytest.mark.parametrize("spec", ["", "name=", ":3", "=a.u16", "a.u16:0", "a.u16:-1", "a.u16:nan", "a.u16:inf"])
+def test_a_number_with_a_unit_is_how_many_tokens_to_take():
+    assert parse_sources(["code=a.u16:2.5B", "b.u16:300m", "c.u16:.5T", "d.u16:7K"]) == [
+        ("code", "a.u16", 2.5e9, 2_500_000_000),
+        ("b", "b.u16", 3e8, 300_000_000),
+        ("c", "c.u16", 5e11, 500_000_000_000),
+        ("d", "d.u16", 7e3, 7_000),
+    ]
+    assert parse_sources(["x:2B/a.u16"]) == [("a", "x:2B/a.u16", 1.0, None)]
+    absolute = parse_sources([absolute_spec("code=a.u16:2.5B")])
+    assert absolute == [("code", os.path.abspath("a.u16"), 2.5e9, 2_500_000_000)]
+    with pytest.raises(UsageError, match="--tokens b: says no number of tokens as others do"):
+        parse_sources(["a.u16:2.5B", "b.u16:0.3"])
+
+
+@pytest.mark.parametrize("spec", ["", "name=", ":3", "=a.u16", "a.u16:0", "a.u16:-1", "a.u16:nan", "a.u16:inf", "a:0B"])
 def test_a_specification_that_makes_no_sense_is_refused(spec):
     with pytest.raises(UsageError, match="--tokens"):
         parse_sources([spec])

@@ -1,12 +1,17 @@
 import re
 from dataclasses import replace
 
+import pytest
+
+from llmtrain.corpus.order import SampleOrder
 from llmtrain.model.flops import flops_per_token, parameter_counts
 from llmtrain.model.memory import MemoryPlan
+from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
-from llmtrain.training.plan import checkpoint_bytes, disk_line, memory_lines, schedule_line
+from llmtrain.training.plan import checkpoint_bytes, corpus_lines, disk_line, memory_lines, schedule_line
 from llmtrain.training.run import train
-from tests.training.conftest import config
+from llmtrain.training.start import open_sources
+from tests.training.conftest import config, write_corpus
 
 GIB = 2**30
 PLAN = MemoryPlan(
@@ -74,3 +79,29 @@ def test_the_disk_line_counts_those_kept_and_the_one_in_work_and_says_where_they
     assert "WILL NOT FIT" in disk_line(settings, 20, 0, 8 * one - 1)
     assert "FIT" not in disk_line(settings, 20, 3, 5 * one)
     assert "free" not in disk_line(settings, 20, 0, None)
+
+
+def test_tokens_asked_of_each_source_are_the_run_and_its_epochs(tmp_path, capsys):
+    paths = [write_corpus(tmp_path / f"{name}.u16", tokens) for name, tokens in (("code", 4001), ("math", 401))]
+    asked = config(paths[0], tmp_path / "run", total_steps=None)
+    data = replace(asked.data, tokens=(f"code={paths[0]}:2.4K", f"math={paths[1]}:.8K"))
+    train(replace(asked, data=data), resume=False)
+    out = capsys.readouterr().out
+    # 3,200 tokens are 200 windows of 16; a step has 6.
+    assert "run         34 steps, 3,200 tokens" in out
+    code, math = (line for line in out.splitlines() if line.startswith("corpus "))
+    drawn = SampleOrder(open_sources(data.tokens, 0, None), 16, 0).drawn(200)
+    assert f"code: 4,001 tokens, {drawn[0] / 250:.2f} epochs, {drawn[0] / 200:.1%} of the run" in code
+    assert f"math: 401 tokens, {drawn[1] / 25:.2f} epochs" in math
+    with pytest.raises(UsageError, match="--epochs 2.0: --tokens says already how many"):
+        train(replace(asked, data=data, schedule=replace(asked.schedule, epochs=2.0)), resume=True)
+
+
+def test_a_source_that_is_repeated_too_often_or_gets_another_share_is_named(tmp_path):
+    paths = [write_corpus(tmp_path / f"{name}.u16", tokens) for name, tokens in (("code", 16001), ("math", 161))]
+    order = SampleOrder(open_sources((f"code={paths[0]}:15976K", f"math={paths[1]}:24K"), 0, None), 16, 0)
+    code, math = corpus_lines(order, 1_000_000)
+    # 24 of 16,000 are 1.5 thousandths, of which the mixture makes 1.
+    assert "100.00 epochs, 0.1% of the run, 16,000 OF 24,000 TOKENS ASKED, MORE THAN 4" in math
+    assert "ASKED" not in code and "MORE THAN 4" in code
+    assert "MORE" not in corpus_lines(order, 3_000)[0]
