@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llmtrain.corpus.documents import FILE, LINE, Reading
+from llmtrain.corpus.reading import FILE, LINE, Reading
 
 # Ids are stored in two bytes.
 MAX_VOCAB_SIZE = 1 << 16
@@ -14,11 +14,13 @@ MAX_VOCAB_SIZE = 1 << 16
 MIN_VOCAB_SIZE = 257
 
 
-def _check_files(inputs: tuple[str, ...], output: Path, document: str) -> None:
+def _check_files(inputs: tuple[str, ...], output: Path, document: str, text_field: str | None) -> None:
     if not inputs or not all(inputs):
         raise ValueError(f"inputs = {inputs!r}: name at least one file, folder or glob")
     if not output.name:
         raise ValueError(f"output = '{output}': names no file")
+    if text_field == "":
+        raise ValueError("text_field = '': must name a field")
     if document not in (FILE, LINE) and (not document or "\n" in document):
         raise ValueError(f"document = {document!r}: must be 'file', 'line' or the text of a separator line")
 
@@ -28,7 +30,7 @@ class TokenizerConfig:
     """`train-tokenizer`."""
 
     inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
-    """Text to learn from: a file, a folder (all files below it) or a quoted glob (`**` crosses folders). Repeatable."""
+    """Text to learn from: a file, a folder (all below it), a quoted glob (`**` crosses folders) or `-`. Repeatable."""
 
     output: Path = Path("tokenizer.json")
     """Where the tokenizer goes."""
@@ -40,17 +42,23 @@ class TokenizerConfig:
     """Bytes of text to learn from. Of a larger corpus a share of its documents is taken, chosen by their content."""
 
     document: str = FILE
-    """What one document is: `file`, `line`, or the text of a line that separates documents."""
+    """What one document of plain text is: `file`, `line`, or the text of a line that separates documents."""
+
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """What the inputs hold. `auto` goes by each name: .jsonl and .ndjson, .parquet; all else is plain text."""
+
+    text_field: str | None = None
+    """Field of JSON Lines and Parquet that holds the text (a.b: b of the object a); `text` when not given."""
 
     on_bad: Literal["error", "skip"] = "error"
-    """What a document that is not UTF-8 does: stop the command, or be left out."""
+    """What damage does (no UTF-8, no JSON, no such field, a torn file): stop the command, or be left out."""
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.document)
+        return Reading(self.document, self.text_field or Reading.text_field)
 
     def __post_init__(self) -> None:
-        _check_files(self.inputs, self.output, self.document)
+        _check_files(self.inputs, self.output, self.document, self.text_field)
         if not MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size = {self.vocab_size}: must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
         if self.sample_bytes < 1:
@@ -65,7 +73,7 @@ class TokenizeConfig:
     """The tokenizer, in the form of the tokenizers library; `llmtrain train-tokenizer` makes one."""
 
     inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
-    """Text to tokenize: a file, a folder (all files below it) or a quoted glob (`**` crosses folders). Repeatable."""
+    """Text to tokenize: a file, a folder (all below it), a quoted glob (`**` crosses folders) or `-`. Repeatable."""
 
     output: Path = Path("data/corpus.u16")
     """Where the ids go; the manifest (.json) and the document index (.docs) come to lie beside it."""
@@ -77,17 +85,23 @@ class TokenizeConfig:
     """Worker processes; one for each core when not given. The output does not depend on it."""
 
     document: str = FILE
-    """What one document is: `file`, `line`, or the text of a line that separates documents."""
+    """What one document of plain text is: `file`, `line`, or the text of a line that separates documents."""
+
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """What the inputs hold. `auto` goes by each name: .jsonl and .ndjson, .parquet; all else is plain text."""
+
+    text_field: str | None = None
+    """Field of JSON Lines and Parquet that holds the text (a.b: b of the object a); `text` when not given."""
 
     on_bad: Literal["error", "skip"] = "error"
-    """What a document that is not UTF-8 does: stop the command, or be left out and counted."""
+    """What damage does (no UTF-8, no JSON, no such field, a torn file): stop the command, or be left out, counted."""
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.document)
+        return Reading(self.document, self.text_field or Reading.text_field)
 
     def __post_init__(self) -> None:
-        _check_files(self.inputs, self.output, self.document)
+        _check_files(self.inputs, self.output, self.document, self.text_field)
         if not (math.isfinite(self.holdout) and 0 <= self.holdout < 1):
             raise ValueError(f"holdout = {self.holdout}: must be at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:

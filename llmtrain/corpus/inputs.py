@@ -42,13 +42,16 @@ class Input:
         return f"{PLACES[self.format]} {place + (offset if self.format == TEXT else 0)}"
 
 
-def find_inputs(names: Sequence[str], exclude: Iterable[Path] = (), format: str = "auto") -> list[Input]:
+def find_inputs(
+    names: Sequence[str], exclude: Iterable[Path] = (), format: str = "auto", text_field: str | None = None
+) -> list[Input]:
     """The inputs that `names` (files, folders, globs, `-` for standard input) mean, each once: in the order of the
     names and, within one, of the bytes of their paths. Below a folder, names that begin with a dot are left out, and so
     are devices, pipes and links to folders. `exclude` are files that are never input, such as a command's own output.
 
     `format` is what all of them hold; with "auto" the end of each name says it (SUFFIXES). Raises InputMissing for a
-    name that means nothing, UsageError for what cannot be read as a stream.
+    name that means nothing, UsageError for what cannot be read as a stream and where a `text_field` is asked for and no
+    input has fields.
     """
     seen = {os.path.realpath(path) for path in exclude}
     found = []
@@ -63,6 +66,11 @@ def find_inputs(names: Sequence[str], exclude: Iterable[Path] = (), format: str 
             if real not in seen:
                 seen.add(real)
                 found.append(_local(path, format))
+    if text_field is not None and found and all(one.format == TEXT for one in found):
+        raise UsageError(
+            f"{', '.join(map(shown, names))}: --text-field {text_field}: plain text has no fields: "
+            "leave it out, or say what the inputs hold with --format jsonl"
+        )
     return found
 
 

@@ -24,6 +24,8 @@ GZIP_BYTES = 1 << 20
 MAGIC = {GZIP: b"\x1f\x8b", ZSTD: b"\x28\xb5\x2f\xfd"}
 ZSTD_SKIPPED = b"\x2a\x4d\x18"
 
+TRUNCATED = "truncated"
+
 BOM = b"\xef\xbb\xbf"
 
 
@@ -121,7 +123,7 @@ def _decompressed(input: Input, progress: Progress, whole: bool) -> Generator[by
 
 def _stored(input: Input, progress: Progress, first: int) -> Generator[bytes, None, None]:
     """What the input holds, uncompressed or not, in pieces; the first of at most `first` bytes."""
-    with _open(input) as file:
+    with open_stored(input) as file:
         piece = file.read(first)
         while piece:
             progress.bytes += len(piece)
@@ -129,9 +131,10 @@ def _stored(input: Input, progress: Progress, first: int) -> Generator[bytes, No
             piece = file.read(min(first, PIECE_BYTES))
 
 
-def _open(input: Input) -> AbstractContextManager[Any]:
+def open_stored(input: Input) -> AbstractContextManager[Any]:
+    """What the input holds, uncompressed or not, as a binary file. Raises OSError."""
     if input.name == STDIN:
-        return FileIO(sys.stdin.fileno(), closefd=False)
+        return FileIO(0, closefd=False)
     return FileIO(input.name)
 
 
@@ -159,12 +162,12 @@ def _gunzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
                     yield text
                     text = decoder.decompress(decoder.unconsumed_tail, GZIP_BYTES) if not decoder.eof else b""
             except zlib.error as error:
-                raise Broken("truncated", f"its gzip data are damaged ({error})") from error
+                raise Broken(TRUNCATED, f"its gzip data are damaged ({error})") from error
             piece = b""
             if decoder.eof:
                 piece, decoder, members = decoder.unused_data, None, members + 1
     if decoder or not members:
-        raise Broken("truncated", "its gzip data end too early")
+        raise Broken(TRUNCATED, "its gzip data end too early")
 
 
 def _unzstd(pieces: Iterator[bytes], input: Input) -> Iterator[bytes]:
@@ -179,7 +182,7 @@ def _unzstd(pieces: Iterator[bytes], input: Input) -> Iterator[bytes]:
             try:
                 text = decoder.decompress(bytes(view[:ZSTD_BYTES]))
             except error_class as error:
-                raise Broken("truncated", f"its zstd data are damaged ({error})") from error
+                raise Broken(TRUNCATED, f"its zstd data are damaged ({error})") from error
             if text:
                 yield text
             view = view[ZSTD_BYTES:]
@@ -187,7 +190,7 @@ def _unzstd(pieces: Iterator[bytes], input: Input) -> Iterator[bytes]:
                 rest = len(decoder.unused_data)
                 view, decoder, frames = memoryview(piece)[len(piece) - len(view) - rest :], None, frames + 1
     if decoder or not frames:
-        raise Broken("truncated", "its zstd data end too early")
+        raise Broken(TRUNCATED, "its zstd data end too early")
 
 
 def _zstd(input: Input) -> tuple[Callable[[], Any], type[Exception]]:

@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
-from llmtrain.corpus.documents import Damage, bad_data, blocks, plural, read_documents
+from llmtrain.corpus.documents import bad_data, blocks, plural
 from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown, total_size
-from llmtrain.corpus.streams import Progress
+from llmtrain.corpus.reading import read_documents
+from llmtrain.corpus.streams import Damage, Progress
 from llmtrain.corpus.token_file import BlockHashes, docs_path, manifest_path, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Task, encode_blocks
@@ -53,7 +54,7 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int = BLOCK_BYTES) -> None:
     # A folder may well hold what this command itself reads and writes.
     written = [name for path in outputs for name in _names(path)]
     refuse_to_overwrite([config.tokenizer, *config.inputs], written)
-    files = find_inputs(config.inputs, [config.tokenizer, *written])
+    files = find_inputs(config.inputs, [config.tokenizer, *written], config.format, config.text_field)
     counts = _Counts(files, config.on_bad)
     workers = config.workers or _cores()
     if counts.total is not None and not any(file.compression for file in files):

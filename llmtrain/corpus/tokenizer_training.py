@@ -7,9 +7,10 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
-from llmtrain.corpus.documents import INVALID_UTF8, Damage, bad_data, falls_within, plural, read_documents
+from llmtrain.corpus.documents import INVALID_UTF8, bad_data, falls_within, plural
 from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown, total_size
-from llmtrain.corpus.streams import Progress
+from llmtrain.corpus.reading import read_documents
+from llmtrain.corpus.streams import Damage, Progress
 from llmtrain.storage.atomic import write_bytes
 from llmtrain.storage.errors import BadData
 
@@ -21,7 +22,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     """
     begin = time.perf_counter()
     refuse_to_overwrite(config.inputs, [config.output])
-    files = find_inputs(config.inputs, [config.output])
+    files = find_inputs(config.inputs, [config.output], config.format, config.text_field)
     total = total_size(files)
     counts = {"documents": 0, "bytes": 0, "left out": 0}
     # A bar where stderr is a terminal.

@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
-from llmtrain.corpus.documents import INVALID_UTF8, Damage, Document, falls_within
+from llmtrain.corpus.documents import INVALID_UTF8, Document, falls_within
+from llmtrain.corpus.streams import Damage
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage.errors import InternalError, LlmtrainError
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmtrain.corpus.documents import Document, Reading, blocks, falls_within, read_documents
+from llmtrain.corpus.documents import Document, blocks, falls_within
 from llmtrain.corpus.inputs import find_inputs
+from llmtrain.corpus.reading import Reading, read_documents
 from llmtrain.corpus.streams import BOM, MAGIC
 from llmtrain.storage.errors import InputMissing
 

@@ -1,5 +1,6 @@
 """Text files into token files: what comes back, what does not depend on how it was made, and what a failure leaves."""
 
+import gzip
 import json
 import os
 import threading
@@ -8,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from llmtrain.corpus import tokenize as work
 from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
@@ -198,6 +202,54 @@ def test_bad_utf8_can_be_left_out_and_is_counted_by_reason(here: Path, capsys: p
     out = capsys.readouterr().out
     assert "2 invalid_utf8 left out (the first at byte 9)" in out
     assert "2 empty left out, 3 invalid_utf8 left out" in out.splitlines()[-1]
+
+
+def test_every_form_goes_into_one_token_file(here: Path):
+    put(["plain"])
+    Path("text/a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n') + gzip.compress(b'{"text": "two"}\n'))
+    Path("text/b.txt.zst").write_bytes(zstandard.compress(b"three"))
+    parquet.write_table(pyarrow.table({"text": ["four", "five"]}), "text/c.parquet")
+    tokenize(CONFIG)
+    assert read() == ["plain", "one", "two", "three", "four", "five"]
+    inputs = json.loads(Path("corpus.u16.json").read_text())["inputs"]
+    assert [one["bytes"] for one in inputs] == [5, 6, 5, 8] and not any("skipped_at" in one for one in inputs)
+
+
+def test_damage_is_left_out_and_the_manifest_says_where(here: Path, capsys: pytest.CaptureFixture[str]):
+    lines = b'{"text": "%d"}\n{"text": ""}\n{\n{"id": %d}\n'
+    Path("text/a.jsonl").write_bytes(b"".join(lines % (number, number) for number in range(7)))
+    whole = gzip.compress(b'{"text": "x"}\n' * 3)
+    Path("text/b.jsonl.gz").write_bytes(whole + gzip.compress(b'{"text": "x"}\n')[:-3])
+    Path("text/c.jsonl.gz").write_bytes(b"no gzip")
+    made = []
+    for workers in (1, 2):
+        tokenize(replace(CONFIG, on_bad="skip", workers=workers), block_bytes=30)
+        made.append(output_bytes())
+    assert made[0] == made[1] and read() == [*map(str, range(7)), "x", "x", "x", "x"]
+    first, torn, wrong = json.loads(Path("corpus.u16.json").read_text())["inputs"]
+    assert first["skipped"] == {"bad_json": 7, "empty": 7, "missing_field": 7}
+    assert first["skipped_at"]["bad_json"] == ["line 3", "line 7", "line 11", "line 15", "line 19"]
+    assert first["skipped_at"]["empty"][0] == "line 2" and first["skipped_at"]["missing_field"][0] == "line 4"
+    assert torn["skipped"] == {"truncated": 1} and torn["skipped_at"] == {"truncated": ["line 5"]}
+    assert wrong["skipped"] == {"not_gzip": 1}
+    assert "1 truncated left out (the first at line 5)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "line"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text"', r"a.jsonl: not JSON \(.*\) at line 2: correct it, or leave such docu"),
+        ("a.jsonl", b'{"body": "a"}', r"no text in field 'text' \(there are: body\) at line 1: name .*--text-field"),
+        ("a.txt.gz", gzip.compress(b"text")[:-1], r"gz: its gzip data end too early at byte 0: get .* --on-bad skip"),
+        ("a.gz", b"text", r"a.gz: its name says gzip and its content does not at byte 0: get the file again"),
+        ("a.parquet", b"PAR1 PAR1", r"a.parquet: its Parquet data are damaged \(.*\) at row 1: get the file again"),
+    ],
+)
+def test_damage_stops_the_command_unless_it_may_be_left_out(here: Path, name: str, data: bytes, line: str):
+    Path(f"text/{name}").write_bytes(data)
+    with pytest.raises(BadData, match=line):
+        tokenize(CONFIG)
+    assert left() == []
 
 
 @pytest.mark.parametrize("texts", [[], ["", b"\xef\xbb\xbf"]])
