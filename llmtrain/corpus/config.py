@@ -30,7 +30,8 @@ class TokenizerConfig:
     """`train-tokenizer`."""
 
     inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
-    """Text to learn from: a file, a folder (all below it), a quoted glob (`**` crosses folders) or `-`. Repeatable."""
+    """Text to learn from: a file, a folder (all below it), a quoted glob (`**` crosses folders), a URL (s3, hf, https)
+    or `-`, standard input. Repeatable."""
 
     output: Path = Path("tokenizer.json")
     """Where the tokenizer goes."""
@@ -73,7 +74,8 @@ class TokenizeConfig:
     """The tokenizer, in the form of the tokenizers library; `llmtrain train-tokenizer` makes one."""
 
     inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
-    """Text to tokenize: a file, a folder (all below it), a quoted glob (`**` crosses folders) or `-`. Repeatable."""
+    """Text to tokenize: a file, a folder (all below it), a quoted glob (`**` crosses folders), a URL (s3, hf, https)
+    or `-`, standard input. Repeatable."""
 
     output: Path = Path("data/corpus.u16")
     """Where the ids go; the manifest (.json) and the document index (.docs) come to lie beside it."""

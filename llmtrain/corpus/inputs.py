@@ -1,12 +1,14 @@
-"""Which inputs a corpus is made of: files, folders, globs and standard input, each with the form of what is in it."""
+"""Which inputs a corpus is made of: files, folders, globs, remote files, standard input; and the form of each."""
 
 import glob
 import os
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from llmtrain.corpus.remote import find_remote, is_remote, shown_url
 from llmtrain.storage.errors import InputMissing, UsageError, read_error
 
 STDIN = "-"
@@ -27,7 +29,7 @@ class Input:
     """One file to read, or standard input."""
 
     name: str
-    """What opens it: a path, or `-`."""
+    """A path, `-`, or a URL without the secrets in it."""
     format: str
     """TEXT, JSONL or PARQUET: what it holds once it is decompressed."""
     compression: str
@@ -36,6 +38,8 @@ class Input:
     """Bytes as they are stored; None where nothing says it before the end (standard input, a pipe)."""
     version: str
     """Differs when its content was changed: the time of a file's last change in ns; "" where nothing tells."""
+    url: str = ""
+    """What opens a remote file; "" for others."""
 
     def place(self, place: int, offset: int = 0) -> str:
         """A document's place in it (see Document) as a person reads it; `offset` is a byte of the document."""
@@ -45,9 +49,10 @@ class Input:
 def find_inputs(
     names: Sequence[str], exclude: Iterable[Path] = (), format: str = "auto", text_field: str | None = None
 ) -> list[Input]:
-    """The inputs that `names` (files, folders, globs, `-` for standard input) mean, each once: in the order of the
-    names and, within one, of the bytes of their paths. Below a folder, names that begin with a dot are left out, and so
-    are devices, pipes and links to folders. `exclude` are files that are never input, such as a command's own output.
+    """The inputs that `names` (files, folders, globs, URLs, `-` for standard input) mean, each once: in the order of
+    the names and, within one, of the bytes of their paths. Below a folder, names that begin with a dot are left
+    out, and so are devices, pipes and links to folders. `exclude` are files that are never input, such as a command's
+    own output.
 
     `format` is what all of them hold; with "auto" the end of each name says it (SUFFIXES). Raises InputMissing for a
     name that means nothing, UsageError for what cannot be read as a stream and where a `text_field` is asked for and no
@@ -60,6 +65,12 @@ def find_inputs(
             if STDIN not in seen:
                 seen.add(STDIN)
                 found.append(_input(STDIN, format, None, ""))
+            continue
+        if is_remote(name):
+            for url, size, version in find_remote(name):
+                if url not in seen:
+                    seen.add(url)
+                    found.append(replace(_input(shown_url(url), format, size, version), url=url))
             continue
         for path in _expand(name):
             real = os.path.realpath(path)
@@ -99,19 +110,19 @@ def _local(path: str, format: str) -> Input:
     except OSError as error:
         raise read_error(error, path) from error
     if stat.S_ISREG(status.st_mode):
-        return _input(path, format, status.st_size, str(status.st_mtime_ns))
+        return _input(str(Path(path)), format, status.st_size, str(status.st_mtime_ns))
     return _input(path, format, None, "")
 
 
 def _input(name: str, format: str, size: int | None, version: str) -> Input:
-    stem, suffix = os.path.splitext(name.lower())
+    stem, suffix = os.path.splitext(urlsplit(name.lower()).path if is_remote(name) else name.lower())
     compression = COMPRESSIONS.get(suffix, "")
     if format == "auto":
         format = SUFFIXES.get(os.path.splitext(stem)[1] if compression else suffix, TEXT)
     if format == PARQUET and (compression or size is None):
-        what = f"Parquet inside {compression}" if compression else "Parquet from a pipe"
+        what = f"Parquet inside {compression}" if compression else "Parquet of unknown size"
         raise UsageError(f"{shown(name)}: {what} cannot be read, its index comes last: make a plain file of it")
-    return Input(str(Path(name)), format, compression, size, version)
+    return Input(name, format, compression, size, version)
 
 
 def _expand(name: str) -> list[str]:

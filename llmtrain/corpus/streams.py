@@ -8,6 +8,7 @@ from io import BufferedReader, FileIO, RawIOBase
 from typing import Any, NamedTuple
 
 from llmtrain.corpus.inputs import GZIP, STDIN, ZSTD, Input, shown
+from llmtrain.corpus.remote import RemoteFile
 from llmtrain.storage.errors import UsageError
 
 PIECE_BYTES = 1 << 20
@@ -123,7 +124,7 @@ def _decompressed(input: Input, progress: Progress, whole: bool) -> Generator[by
 
 def _stored(input: Input, progress: Progress, first: int) -> Generator[bytes, None, None]:
     """What the input holds, uncompressed or not, in pieces; the first of at most `first` bytes."""
-    with open_stored(input) as file:
+    with open_stored(input, streamed=True) as file:
         piece = file.read(first)
         while piece:
             progress.bytes += len(piece)
@@ -131,8 +132,11 @@ def _stored(input: Input, progress: Progress, first: int) -> Generator[bytes, No
             piece = file.read(min(first, PIECE_BYTES))
 
 
-def open_stored(input: Input) -> AbstractContextManager[Any]:
-    """What the input holds, uncompressed or not, as a binary file. Raises OSError."""
+def open_stored(input: Input, streamed: bool = False) -> AbstractContextManager[Any]:
+    """What the input holds, uncompressed or not, as a binary file, which can seek unless `streamed`. Raises OSError, of
+    a remote file InputMissing and StorageFailure."""
+    if input.url:
+        return RemoteFile(input.url, input.size, streamed)
     if input.name == STDIN:
         return FileIO(0, closefd=False)
     return FileIO(input.name)

@@ -333,7 +333,7 @@ def test_what_cannot_be_asked_for(folder: Path):
     (folder / "a.parquet.gz").write_bytes(b"")
     with pytest.raises(UsageError, match="Parquet inside gzip cannot be read"):
         find_inputs([str(folder / "a.parquet.gz")])
-    with pytest.raises(UsageError, match="Parquet from a pipe cannot be read"):
+    with pytest.raises(UsageError, match="Parquet of unknown size cannot be read"):
         find_inputs(["-"], format="parquet")
     (folder / "plain.txt").write_bytes(b"")
     with pytest.raises(UsageError, match="--text-field body: plain text has no fields.*--format jsonl"):
