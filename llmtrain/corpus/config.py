@@ -86,6 +86,18 @@ class TokenizeConfig:
     workers: int | None = None
     """Worker processes; one for each core when not given. The output does not depend on it."""
 
+    engine: Literal["auto", "gigatoken", "tokenizers"] = "auto"
+    """What encodes: gigatoken where it is installed and gives the ids of tokenizers on a probe of the corpus."""
+
+    append: bool = False
+    """Add the inputs to the token file that is there. Those that its manifest names already are left out."""
+
+    shard: str | None = field(default=None, metadata={"metavar": "I/N"})
+    """Tokenize only the I-th (from 1) of N shares of the inputs, into X.I-of-N.u16; `--tokens X.u16` takes all N."""
+
+    dry_run: bool = False
+    """Write nothing; say about how many bytes would be written and whether the disk holds them."""
+
     document: str = FILE
     """What one document of plain text is: `file`, `line`, or the text of a line that separates documents."""
 
@@ -108,3 +120,9 @@ class TokenizeConfig:
             raise ValueError(f"holdout = {self.holdout}: must be at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers = {self.workers}: must be at least 1")
+        if self.shard is not None:
+            number, _, of = self.shard.partition("/")
+            if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+                raise ValueError(f"shard = {self.shard!r}: must be I/N with I from 1 to N, such as 2/8")
+            if self.append:
+                raise ValueError("append = True: cannot be with shard: add to the token file of one share by its name")

@@ -44,8 +44,9 @@ def docs_path(path: str | os.PathLike[str]) -> Path:
 class BlockHashes:
     """SHA-256 of each 64 MiB block of a stream of ids, fed while it is written or read."""
 
-    def __init__(self) -> None:
-        self._done: list[str] = []
+    def __init__(self, done: Sequence[str] = ()) -> None:
+        """`done` are the digests of blocks that came before."""
+        self._done = list(done)
         self._hash = hashlib.sha256()
         self._room = BLOCK_BYTES
 
@@ -84,11 +85,13 @@ def write_manifest(
     engine: Mapping[str, str],
     sha256: Sequence[str],
     inputs: Sequence[Mapping[str, Any]],
+    shard: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the manifest of the token file `path`, atomically; ids and index must be in place before.
 
     `tokenizer` is {file, sha256}, `engine` {name, version}, `sha256` what `BlockHashes` gives, an input
-    {path, bytes, documents, tokens, skipped: {reason: count}}. Equal arguments give equal bytes: no time, no host.
+    {path, bytes, documents, tokens, skipped: {reason: count}}, `shard` {number, of, split} where it is one of several
+    parts. Equal arguments give equal bytes: no time, no host.
     Raises CannotCreate, StorageFailure.
     """
     manifest: dict[str, Any] = {
@@ -105,6 +108,8 @@ def write_manifest(
         "inputs": [dict(one) for one in inputs],
         "created_by": f"llmtrain {__version__}",
     }
+    if shard:
+        manifest["shard"] = dict(shard)
     manifest["manifest_sha256"] = _manifest_hash(manifest)
     atomic.write_json(manifest_path(path), manifest)
 

@@ -1,38 +1,51 @@
-"""Text files into a token file and, where a share is held out, a second one: the work of `tokenize-corpus`."""
+"""Text into a token file and, where a share is held out, a second one: the work of `tokenize-corpus`."""
 
-import errno
+import hashlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from llmtrain.corpus import shards
 from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
-from llmtrain.corpus.documents import bad_data, blocks, plural
-from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown, total_size
+from llmtrain.corpus.counts import MOST_PRINTED, Counts
+from llmtrain.corpus.documents import Document, blocks, plural
+from llmtrain.corpus.engine import Engine, choose_engine, pinned_engine
+from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown
+from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
 from llmtrain.corpus.reading import read_documents
-from llmtrain.corpus.streams import Damage, Progress
-from llmtrain.corpus.token_file import BlockHashes, docs_path, manifest_path, write_manifest
+from llmtrain.corpus.streams import Progress
+from llmtrain.corpus.token_file import manifest_path, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
-from llmtrain.corpus.workers import Task, encode_blocks
-from llmtrain.storage.atomic import atomic_file
-from llmtrain.storage.errors import BadData, StopRequested, write_error
+from llmtrain.corpus.workers import Encoded, Task, encode_blocks
+from llmtrain.corpus.writing import Part, Work, journal_engine, names, work_folder
+from llmtrain.storage.errors import (
+    BadData,
+    ConfigMismatch,
+    InputMissing,
+    LlmtrainError,
+    StopRequested,
+    StorageFailure,
+)
+from llmtrain.storage.manifest import read_json
+from llmtrain.storage.units import in_bytes
 
-# Text that a worker gets at once: half a second's work, so the hand-over does not count, and little memory.
-BLOCK_BYTES = 1 << 20
+# Text that a worker gets at once: half a second's work, or 10 ms' of gigatoken's, so the hand-over does not count.
+BLOCK_BYTES = {"tokenizers": 1 << 20, "gigatoken": 4 << 20}
 
-# Of each reason to leave documents of a file out, the manifest names so many places.
-FIRST_PLACES = 5
-
-# A terminal's worth: the counts of more files would push everything else out of sight, and the manifest has them.
-MOST_PRINTED = 100
+# What a kill may cost.
+COMMIT_SECONDS = 5.0
 
 
 def held_out_path(output: Path) -> Path:
@@ -40,78 +53,256 @@ def held_out_path(output: Path) -> Path:
     return output.with_suffix(f".val{output.suffix}")
 
 
-def tokenize(config: TokenizeConfig, *, block_bytes: int = BLOCK_BYTES) -> None:
+def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_seconds: float = COMMIT_SECONDS) -> None:
     """Writes the token file(s) that `config` asks for and prints a count a file and in all.
 
-    Neither the number of workers nor `block_bytes`, the text that a worker gets at once, shows in the output. All of it
-    appears at the end or none. Raises InputMissing, BadData, CannotCreate, StorageFailure; StopRequested on SIGINT,
-    SIGTERM and SIGHUP.
+    Neither the number of workers nor `block_bytes`, the text that a worker gets at once, shows in the output. It
+    appears at the end. What an unfinished run of the same `config` left is gone on from. Raises InputMissing, BadData,
+    CannotCreate, StorageFailure, ConfigMismatch; StopRequested on SIGINT, SIGTERM and SIGHUP.
     """
     begin = time.perf_counter()
     tokenizer = tokenizer_room.load(config.tokenizer)
     tokenizer.require_u16()
-    outputs = [config.output] + ([held_out_path(config.output)] if config.holdout else [])
+    outputs = _outputs(config)
     # A folder may well hold what this command itself reads and writes.
-    written = [name for path in outputs for name in _names(path)]
+    written = [name for path in outputs for name in names(path)]
     refuse_to_overwrite([config.tokenizer, *config.inputs], written)
-    files = find_inputs(config.inputs, [config.tokenizer, *written], config.format, config.text_field)
-    counts = _Counts(files, config.on_bad)
-    workers = config.workers or _cores()
-    if counts.total is not None and not any(file.compression for file in files):
-        workers = min(workers, counts.total // block_bytes + 1)
-    with _stop_signals() as check:
-        parts = _write_parts(config, tokenizer, outputs, counts, workers, block_bytes, check)
+    everything = find_inputs(config.inputs, [config.tokenizer, *written], config.format, config.text_field)
+    files = everything
+    asked: dict[str, Any] = {
+        "tokenizer": tokenizer.sha256, "holdout": config.holdout, "shard": config.shard, "append": config.append,
+        "format": config.format, **asdict(config.reading),
+    }  # fmt: skip
+    if config.shard:
+        number, of = map(int, config.shard.split("/"))
+        files = shards.share(everything, number, of)
+        asked["split"] = shards.split_hash(everything)
+    if config.dry_run:
+        _dry_run(config, tokenizer, outputs, everything, files)
+        return
+    with _stop_signals(work_folder(outputs[0])) as check, Work(outputs, asked, config.append, commit_seconds) as work:
+        files = _not_there_yet(work, files, config, tokenizer)
+        counts = Counts(files, config.on_bad, len(outputs))
+        _restore(work, counts)
+        if not (config.append and not files):
+            if work.publishing is None:
+                _write_parts(config, tokenizer, work, everything, counts, block_bytes, check)
+            _publish(tokenizer, work, counts)
+        else:
+            work.discard()
+        parts = work.parts
     _summary(parts, counts, time.perf_counter() - begin)
+
+
+def _outputs(config: TokenizeConfig) -> list[Path]:
+    outputs = [config.output] + ([held_out_path(config.output)] if config.holdout else [])
+    if config.shard:
+        number, of = map(int, config.shard.split("/"))
+        outputs = [shards.part_path(path, number, of) for path in outputs]
+    return outputs
+
+
+def _not_there_yet(work: Work, files: list[Input], config: TokenizeConfig, tokenizer: Tokenizer) -> list[Input]:
+    """With --append those of `files` that the token file was not made of. Raises InputMissing, ConfigMismatch."""
+    if not config.append:
+        return files
+    base = work.parts[0].base
+    if base is None:
+        raise InputMissing(f"{config.output}: is no token file with a manifest to append to: leave --append out")
+    for part in work.parts:
+        sha256 = part.base["tokenizer"]["sha256"] if part.base else tokenizer.sha256
+        if sha256 != tokenizer.sha256:
+            raise ConfigMismatch(f"{part.path}: was made with another tokenizer than {tokenizer.file}: name that one")
+    known = {one["path"] for one in base["inputs"]}
+    new = [one for one in files if one.size is None or one.name not in known]
+    if len(new) < len(files):
+        print(f"{plural(len(files) - len(new), 'input')} left out, in {shown(config.output)} already")
+    return new
+
+
+def _restore(work: Work, counts: Counts) -> None:
+    """Puts the journal's counts into `counts`. Raises ConfigMismatch where an input that was read is another now."""
+    for file, record in work.inputs.items():
+        one = counts.files[file] if file < len(counts.files) else None
+        same = one and (one.name, one.size, one.version) == (record["name"], record["size"], record["version"])
+        if not same:
+            raise ConfigMismatch(
+                f"{shown(record['name'])}: was changed, moved or left out since {work.folder} was begun with it: "
+                "put it back, or remove that folder to start over"
+            )
+        counts.restore(file, record)
+    if counts.on_bad == "error" and counts.damaged():
+        raise ConfigMismatch(f"{work.folder}: was begun with --on-bad skip: say that again, or remove the folder")
+
+
+def _engine(
+    config: TokenizeConfig, tokenizer: Tokenizer, outputs: list[Path], pinned: dict[str, str] | None, probe: Probe
+) -> Engine:
+    """The one that is `pinned`; else that of another share of the same corpus; else the one to be had. Prints why."""
+    where = work_folder(outputs[0])
+    if pinned is None and config.append:
+        pinned, where = read_json(manifest_path(outputs[0]))["engine"], outputs[0]
+    if pinned is None and config.shard:
+        for path in shards.find_parts(config.output) or outputs:
+            if path not in outputs and manifest_path(path).exists():
+                manifest = read_json(manifest_path(path))
+                if manifest["tokenizer"]["sha256"] == tokenizer.sha256:
+                    pinned, where = manifest["engine"], path
+            elif path not in outputs and (begun := journal_engine(path)):
+                pinned, where = begun, work_folder(path)
+    if pinned is not None:
+        return pinned_engine(tokenizer, pinned, str(where), config.engine)
+    engine, why_slow = choose_engine(tokenizer, config.engine, probe.texts)
+    if why_slow:
+        tqdm.write(why_slow)
+    return engine
+
+
+def _dry_run(
+    config: TokenizeConfig, tokenizer: Tokenizer, outputs: list[Path], everything: list[Input], files: list[Input]
+) -> None:
+    probe = draw(everything, config.reading)
+    engine = _engine(config, tokenizer, outputs, None, probe)
+    expected = expected_bytes(probe, engine, files, config.reading)
+    say_what_would_be_written(outputs[0], expected, files, engine)
 
 
 def _write_parts(
     config: TokenizeConfig,
     tokenizer: Tokenizer,
-    outputs: list[Path],
-    counts: "_Counts",
-    workers: int,
-    block_bytes: int,
+    work: Work,
+    everything: list[Input],
+    counts: Counts,
+    block_bytes: int | None,
     check: Callable[[], None],
-) -> list["_Part"]:
-    """The token files at `outputs`, whole, or nothing there."""
+) -> None:
+    """Encodes and writes what is not written yet."""
     files = counts.files
-    publishing = False
+    probe = Probe() if work.engine or config.append else draw(everything, config.reading)
+    progress = Progress()
+    stream = _Stream(files, work)
+    documents: Iterator[Document] = stream.skip_what_was_read(
+        read_documents(files, config.reading, progress, stream.start)
+    )
+    if not work.engine and not probe.texts:
+        head = []
+        for document in documents:
+            head.append(document)
+            probe.add([document], BYTES_EACH)
+            if probe.text >= INPUTS * BYTES_EACH:
+                break
+        documents = chain(head, documents)
+    engine = _engine(config, tokenizer, work.outputs, work.engine, probe)
+    _warn_of_a_small_disk(config, engine, probe, files)
+    work.start({"name": engine.name, "version": engine.version})
+    if work.committed:
+        tqdm.write(f"{shown(work.folder)}: goes on after {sum(counts.bytes) / 1e6:,.1f} MB of text")
+    block_bytes = block_bytes or BLOCK_BYTES[engine.name]
+    workers = config.workers or _cores()
+    if counts.total is not None and not any(file.compression for file in files):
+        workers = min(workers, counts.total // block_bytes + 1)
+    tasks = encode_blocks(
+        stream.watch(blocks(documents, block_bytes)), engine, workers, config.holdout, block_bytes, check
+    )
+    done = sum(file.size or 0 for file in files[: work.at[0]])
+    # A bar where stderr is a terminal.
+    bar = tqdm(total=counts.total, initial=done, unit="B", unit_scale=True, disable=None, desc="tokenizing")
     try:
-        with ExitStack() as stack:
-            parts = [stack.enter_context(_part(path, len(files))) for path in outputs]
-            progress = Progress()
-            documents = blocks(read_documents(files, config.reading, progress), block_bytes)
-            tasks = encode_blocks(documents, tokenizer, workers, config.holdout, block_bytes, check)
-            # A bar where stderr is a terminal.
-            bar = tqdm(total=counts.total, unit="B", unit_scale=True, disable=None, desc="tokenizing")
-            with bar, closing(tasks):
-                for task in tasks:
-                    counts.add(task)
-                    _write(parts, task)
-                    counts.report(task.files[-1], parts)
-                    bar.update(progress.bytes - bar.n)
-                counts.report(len(files), parts)
-            if not parts[0].documents:
-                raise BadData(_nothing(config, files, sum(part.documents for part in parts)))
-            check()
-            publishing = True
-            # From here on nothing vouches for the old ids; the new manifests come last.
-            for path in outputs:
-                _remove(manifest_path(path))
-        for part in reversed(parts):
-            if part.documents:
-                part.write_manifest(tokenizer, counts.inputs(part, with_left_out=part is parts[0]))
-            else:
-                # A held-out part of an earlier run may hold documents that are trained on now.
-                for path in _names(part.path):
-                    _remove(path)
-    except BaseException:
-        if publishing:
-            for path in (name for output in outputs for name in _names(output)):
-                with suppress(OSError):
-                    path.unlink()
+        with bar, closing(tasks):
+            for task in tasks:
+                counts.check(task)
+                _write(work.parts, counts, task)
+                counts.report(task.files[-1])
+                work.commit_when_due((task.files[-1], task.ordinals[-1] + 1), stream.digests.popleft(), counts)
+                bar.update(done + progress.bytes - bar.n)
+            counts.report(len(files))
+    except (StopRequested, StorageFailure):
+        # What failed to be written was cut off again, which made room for this.
+        if work.at > (0, 0):
+            with suppress(LlmtrainError):
+                work.commit(counts)
         raise
-    return parts
+    added = [part.documents - (part.base["documents"] if part.base else 0) for part in work.parts]
+    if not added[0] and not config.append and not config.shard:
+        work.discard()
+        raise BadData(_nothing(config, files, sum(added)))
+
+
+def _warn_of_a_small_disk(config: TokenizeConfig, engine: Engine, probe: Probe, files: list[Input]) -> None:
+    expected = expected_bytes(probe, engine, files, config.reading) if probe.stored else None
+    if expected and expected > (free := free_bytes(config.output.parent)):
+        tqdm.write(
+            f"{shown(config.output)}: about {in_bytes(expected)} will be written, its disk has {in_bytes(free)} free: "
+            "make room in time; should it become full, the same command goes on afterwards"
+        )
+
+
+class _Stream:
+    """Streams, which cannot be opened in the middle: the hash of the documents that were read of the one at hand goes
+    into the journal, and is looked at when a stream is given again."""
+
+    def __init__(self, files: list[Input], work: Work) -> None:
+        self._files, self._at, self._digest = files, work.at, work.digest
+        self._file, self._hash = -1, hashlib.sha256()
+        self.digests: deque[str] = deque()
+        """Of each block that was read, in order."""
+        again = work.at[0] < len(files) and files[work.at[0]].size is None
+        self.start = (work.at[0], 0) if again else work.at
+
+    def skip_what_was_read(self, documents: Iterator[Document]) -> Iterator[Document]:
+        if self.start != self._at:
+            for document in documents:
+                if (document.file, document.ordinal) >= self._at:
+                    documents = chain([document], documents)
+                    break
+                self._add(document)
+            if self._hash.hexdigest() != self._digest:
+                name = shown(self._files[self._at[0]].name)
+                raise ConfigMismatch(
+                    f"{name}: does not begin with the text that was read before: give the same again, or remove the "
+                    "folder of the unfinished run to start over"
+                )
+        return documents
+
+    def watch(self, blocks: Iterable[list[Document]]) -> Generator[list[Document], None, None]:
+        for block in blocks:
+            for document in block:
+                if self._files[document.file].size is None:
+                    self._add(document)
+            self.digests.append(self._hash.hexdigest() if self._file == block[-1].file else "")
+            yield block
+
+    def _add(self, document: Document) -> None:
+        if document.file != self._file:
+            self._file, self._hash = document.file, hashlib.sha256()
+        self._hash.update(b"%d %d\n" % (document.size, len(document.data)))
+        self._hash.update(document.data)
+
+
+def _publish(tokenizer: Tokenizer, work: Work, counts: Counts) -> None:
+    shard = None
+    if work.asked["shard"]:
+        number, of = map(int, work.asked["shard"].split("/"))
+        shard = {"number": number, "of": of, "split": work.asked["split"]}
+    engine = work.engine
+    assert engine
+
+    def write(part: Part, number: int, hashes: list[str]) -> None:
+        write_manifest(
+            part.path,
+            tokens=part.tokens,
+            documents=part.documents,
+            max_id=part.max_id,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            tokenizer=part.base["tokenizer"] if part.base else {"file": tokenizer.file, "sha256": tokenizer.sha256},
+            engine=engine,
+            sha256=hashes,
+            inputs=(part.base["inputs"] if part.base else []) + counts.inputs(number),
+            shard=shard,
+        )
+
+    work.publish(counts, write, keep_empty=shard is not None)
 
 
 def _cores() -> int:
@@ -119,139 +310,32 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _names(path: Path) -> list[Path]:
-    return [manifest_path(path), docs_path(path), path]
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise write_error(error, path, "removed") from error
-
-
-class _Part:
-    """One token file while it is written: its ids and its document index, and what its manifest will say."""
-
-    def __init__(self, path: Path, ids: BinaryIO, docs: BinaryIO, files: int) -> None:
-        self.path = path
-        self.tokens = self.documents = self.max_id = 0
-        self.file_documents = np.zeros(files, np.int64)
-        self.file_tokens = np.zeros(files, np.int64)
-        self._ids, self._docs, self._hashes = ids, docs, BlockHashes()
-
-    def add(self, ids: np.ndarray, lengths: np.ndarray, files: np.ndarray) -> None:
-        """Documents: all their ids (uint16), and of each its length in ids and the number of its file."""
-        if not len(lengths):
-            return
-        data = ids.astype("<u2", copy=False)
-        self._ids.write(data.data)
-        self._hashes.update(data)
-        self._docs.write((self.tokens + np.cumsum(lengths)).astype("<u8").data)
-        self.tokens += len(ids)
-        self.documents += len(lengths)
-        self.max_id = max(self.max_id, int(ids.max()))
-        np.add.at(self.file_documents, files, 1)
-        np.add.at(self.file_tokens, files, lengths)
-
-    def write_manifest(self, tokenizer: Tokenizer, inputs: list[dict[str, Any]]) -> None:
-        write_manifest(
-            self.path,
-            tokens=self.tokens,
-            documents=self.documents,
-            max_id=self.max_id,
-            vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id,
-            tokenizer={"file": tokenizer.file, "sha256": tokenizer.sha256},
-            engine=tokenizer_room.ENGINE,
-            sha256=self._hashes.hexdigests(),
-            inputs=inputs,
-        )
-
-
-class _NothingToKeep(Exception):
-    pass
-
-
-@contextmanager
-def _part(path: Path, files: int) -> Iterator[_Part]:
-    """A part under temporary names, which has its final ones at the end unless no document came."""
-    if os.path.isdir(manifest_path(path)):
-        raise write_error(IsADirectoryError(errno.EISDIR, ""), manifest_path(path), "created")
-    with suppress(_NothingToKeep), atomic_file(docs_path(path)) as docs, atomic_file(path) as ids:
-        part = _Part(path, ids, docs, files)
-        yield part
-        if not part.documents:
-            raise _NothingToKeep
-
-
-def _write(parts: list[_Part], task: Task) -> None:
-    """Each document of an encoded block into the part that it belongs to."""
+def _write(parts: list[Part], counts: Counts, task: Task) -> None:
+    """Each document of an encoded block into the part that it belongs to: all of them, or none."""
     encoded = task.encoded
     assert encoded is not None
     kept = encoded.lengths > 0
     files = np.array(task.files)
-    for part, mine in zip(parts, (kept & ~encoded.held_out, kept & encoded.held_out), strict=False):
-        of_ids = np.repeat(mine, encoded.lengths)
-        ids = encoded.ids if of_ids.all() else encoded.ids[of_ids]
-        part.add(ids, encoded.lengths[mine], files[mine])
+    before = [part.state() for part in parts]
+    sides = list(zip(parts, (kept & ~encoded.held_out, kept & encoded.held_out), strict=False))
+    try:
+        for part, mine in sides:
+            part.add(encoded.ids if (mine == kept).all() else _ids_of(encoded, mine), encoded.lengths[mine])
+    except LlmtrainError:
+        for part, state in zip(parts, before, strict=True):
+            part.cut(state)
+        raise
+    counts.add(task)
+    for number, (_, mine) in enumerate(sides):
+        counts.add_written(number, encoded.lengths[mine], files[mine])
 
 
-class _Counts:
-    """What came of each input file."""
-
-    def __init__(self, files: list[Input], on_bad: str) -> None:
-        self.files, self.on_bad = files, on_bad
-        self.total = total_size(files)
-        self.bytes = [0] * len(files)
-        self.left_out: list[dict[str, int]] = [{} for _ in files]
-        self.first: list[dict[str, list[str]]] = [{} for _ in files]
-        self._reported = 0
-
-    def add(self, task: Task) -> None:
-        """Raises BadData for a damaged document that may not be left out."""
-        assert task.encoded is not None
-        for file, size in zip(task.files, task.sizes, strict=True):
-            self.bytes[file] += size
-        for number, reason, offset in task.encoded.left_out:
-            file, damage = task.files[number], task.damages[number] or Damage(reason, "")
-            place = self.files[file].place(task.places[number], offset)
-            if damage.reason != "empty" and self.on_bad == "error":
-                raise bad_data(self.files[file], place, damage)
-            self.left_out[file][damage.reason] = self.left_out[file].get(damage.reason, 0) + 1
-            first = self.first[file].setdefault(damage.reason, [])
-            if len(first) < FIRST_PLACES:
-                first.append(place)
-
-    def report(self, end: int, parts: list[_Part]) -> None:
-        """Prints the counts of the files before number `end` that were not printed yet; of very many, only those of
-        files with a damaged document."""
-        lines = []
-        for file in range(self._reported, end):
-            tokens = sum(int(part.file_tokens[file]) for part in parts)
-            documents = sum(int(part.file_documents[file]) for part in parts)
-            line = f"{shown(self.files[file].name)}: {tokens:,} tokens, {plural(documents, 'document')}"
-            for reason, count in sorted(self.left_out[file].items()):
-                line += f", {count:,} {reason} left out (the first at {self.first[file][reason][0]})"
-            if len(self.files) <= MOST_PRINTED or set(self.left_out[file]) - {"empty"}:
-                lines.append(line)
-        if lines:
-            tqdm.write("\n".join(lines))
-        self._reported = max(self._reported, end)
-
-    def inputs(self, part: _Part, with_left_out: bool) -> list[dict[str, Any]]:
-        """The manifest's `inputs` of a part. What was left out is said once, with the part that is trained on."""
-        return [
-            {
-                "path": one.name,
-                "bytes": self.bytes[file],
-                "documents": int(part.file_documents[file]),
-                "tokens": int(part.file_tokens[file]),
-                "skipped": dict(sorted(self.left_out[file].items())) if with_left_out else {},
-            }
-            | ({"skipped_at": dict(sorted(self.first[file].items()))} if with_left_out and self.first[file] else {})
-            for file, one in enumerate(self.files)
-        ]
+def _ids_of(encoded: Encoded, mine: np.ndarray) -> list[np.ndarray]:
+    """The ids of those documents."""
+    if not mine.any():
+        return []
+    ids = encoded.ids[0] if len(encoded.ids) == 1 else np.concatenate(encoded.ids)
+    return [ids[np.repeat(mine, encoded.lengths)]]
 
 
 def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:
@@ -263,20 +347,20 @@ def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:
     return f"{where}: no document that holds text in {plural(len(files), 'file')}: check what --input names"
 
 
-def _summary(parts: list[_Part], counts: _Counts, seconds: float) -> None:
+def _summary(parts: list[Part], counts: Counts, seconds: float) -> None:
     for part, note in zip(parts, ("", " (held out)"), strict=False):
         if part.documents:
             print(f"{shown(part.path)}: {part.tokens:,} tokens, {plural(part.documents, 'document')}{note}")
         else:
             few = f"not written, none of {plural(parts[0].documents, 'document')} fell into the share held out"
             print(f"{shown(part.path)}: {few}: raise --holdout, or see --document for what a document is")
-    nbytes, tokens = sum(counts.bytes), sum(part.tokens for part in parts)
+    nbytes, tokens = sum(counts.bytes), int(counts.tokens.sum())
     left_out: dict[str, int] = {}
     for one in counts.left_out:
         for reason, count in one.items():
             left_out[reason] = left_out.get(reason, 0) + count
     mb = nbytes / 1e6
-    line = f"in all: {plural(len(counts.files), 'file')}, {mb:,.1f} MB, {nbytes / tokens:.2f} bytes a token, "
+    line = f"in all: {plural(len(counts.files), 'file')}, {mb:,.1f} MB, {nbytes / max(tokens, 1):.2f} bytes a token, "
     line += f"{seconds:,.1f} s, {mb / seconds:,.1f} MB/s"
     print(line + "".join(f", {count:,} {reason} left out" for reason, count in sorted(left_out.items())))
     if len(counts.files) > MOST_PRINTED:
@@ -284,7 +368,7 @@ def _summary(parts: list[_Part], counts: _Counts, seconds: float) -> None:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], None]]:
+def _stop_signals(folder: Path) -> Iterator[Callable[[], None]]:
     """Gives a function that raises StopRequested after SIGINT, SIGTERM or SIGHUP.
 
     The signals only leave a note, so that they cannot break into the middle of a rename. One that was ignored before
@@ -300,7 +384,7 @@ def _stop_signals() -> Iterator[Callable[[], None]]:
     def check() -> None:
         if got:
             name = signal.Signals(got[0]).name
-            raise StopRequested(f"stopped by {name}: nothing was written, run the command again to start over")
+            raise StopRequested(f"stopped by {name}, saved in {folder}: the same command goes on")
 
     try:
         yield check

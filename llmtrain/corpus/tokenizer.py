@@ -26,14 +26,8 @@ EOS = "<|endoftext|>"
 # What end-of-text is called in the tokenizers of others, in the order in which it is looked for.
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
-ENGINE = {"name": "tokenizers", "version": tokenizers.__version__}
-
-# Characters given to the library at once: it needs about 156 bytes of memory for each until their ids are taken.
+# Characters that the trainer gets at once: it needs about 156 bytes of memory for each.
 BATCH_CHARS = 1 << 16
-
-# Every known byte-level pattern cuts between a letter or digit and a space or newline after it, and looks at nothing
-# before the place where it goes on; so the two sides have the ids that they have together.
-_SAFE_CUT = re.compile(r"[0-9A-Za-z][ \n]")
 
 
 class Tokenizer:
@@ -53,13 +47,18 @@ class Tokenizer:
     added_ids: set[int]
     byte_level: bool
     """Whether the characters of its tokens stand for bytes."""
+    can_cut: bool
+    """Whether its splitting is one of which it is known where it always cuts."""
+    plain: str
+    """The file's text without added tokens and what else would make ids depend on more than the text."""
 
     def __init__(self, data: bytes, file: str) -> None:
         """From the bytes of a tokenizer file; `file` is for messages and the manifest. Raises BadData."""
         self.file, self.data = file, data
         self.sha256 = hashlib.sha256(data).hexdigest()
         spec = _parse(data, file)
-        self._library = _build(spec, file)
+        self.plain = _plain(spec)
+        self._library = _build(self.plain, file)
         added = {str(token["content"]): int(token["id"]) for token in spec["added_tokens"]}
         vocab = self._library.get_vocab()
         highest = max(chain(vocab.values(), added.values()), default=-1)
@@ -71,7 +70,7 @@ class Tokenizer:
         self.vocab = vocab
         self.added_ids = set(added.values())
         self.byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
-        self._can_cut = _cuts_before_spaces(spec)
+        self.can_cut = _cuts_are_known(spec)
 
     def require_u16(self) -> None:
         """Raises BadData where an id would not fit the two bytes of a token file."""
@@ -88,48 +87,6 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 come as U+FFFD, special tokens as their text."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts, each ended by the EOS id, as one uint16 array, and the length of each in ids, int64.
-
-        Needs a vocabulary that `require_u16` lets pass. Memory beyond the result does not grow with a text's length
-        where its tokenizer is one that can be cut. Raises BadData for an id that must not occur.
-        """
-        assert self.vocab_size <= MAX_VOCAB_SIZE
-        parts: list[np.ndarray] = []
-        lengths = np.zeros(len(texts), np.int64)
-        for batch in _batches(self._pieces(texts)):
-            lists = self.encode_batch([piece for _, piece, _ in batch])
-            for (document, _, last), ids in zip(batch, lists, strict=True):
-                if last:
-                    ids.append(self.eos_id)
-                lengths[document] += len(ids)
-            # Checked while wide: narrowing wraps 70000 to 4464 without a word.
-            wide = np.fromiter(chain.from_iterable(lists), np.int64, sum(map(len, lists)))
-            self._check(wide, sum(last for _, _, last in batch))
-            parts.append(wide.astype(np.uint16))
-        return np.concatenate(parts) if parts else np.empty(0, np.uint16), lengths
-
-    def _check(self, ids: np.ndarray, ends: int) -> None:
-        if len(ids) and not (0 <= ids.min() and ids.max() < self.vocab_size):
-            raise BadData(f"{self.file}: the tokenizer gives ids beyond its {self.vocab_size}: name another tokenizer")
-        if np.count_nonzero(ids == self.eos_id) != ends:
-            raise BadData(
-                f"{self.file}: the tokenizer gives its end-of-text id {self.eos_id} for ordinary text, so documents "
-                "could not be told apart: name another tokenizer"
-            )
-
-    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str, bool]]:
-        """(number of the text, a piece of it, whether it is the last)."""
-        for number, text in enumerate(texts):
-            start = 0
-            while self._can_cut and len(text) - start > BATCH_CHARS:
-                cut = _SAFE_CUT.search(text, start + BATCH_CHARS - 1)
-                if cut is None:
-                    break
-                yield number, text[start : cut.start() + 1], False
-                start = cut.start() + 1
-            yield number, text[start:] if start else text, True
 
 
 def load(path: str | os.PathLike[str]) -> Tokenizer:
@@ -187,19 +144,6 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def _batches(items: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
-    batch: list[tuple[int, str, bool]] = []
-    chars = 0
-    for item in items:
-        if batch and chars + len(item[1]) > BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-        batch.append(item)
-        chars += len(item[1])
-    if batch:
-        yield batch
-
-
 def _parse(data: bytes, file: str) -> dict[str, Any]:
     """The tokenizer's description; only what this module reads is checked, the rest is for the library to refuse."""
     try:
@@ -220,11 +164,15 @@ def _is_added_token(token: Any) -> bool:
     return type(token.get("id")) is int and token["id"] >= 0
 
 
-def _build(spec: dict[str, Any], file: str) -> tokenizers.Tokenizer:
+def _plain(spec: dict[str, Any]) -> str:
     plain = spec | {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
     plain["model"] = spec["model"] | ({"dropout": None} if "dropout" in spec["model"] else {})
+    return json.dumps(plain)
+
+
+def _build(plain: str, file: str) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(plain))
+        return tokenizers.Tokenizer.from_str(plain)
     except BaseException as error:
         # The library's panics are no Exceptions.
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -236,12 +184,30 @@ def _bad(file: str, why: str) -> BadData:
     return BadData(f"{file}: no tokenizer file that can be read ({why}): make one with `llmtrain train-tokenizer`")
 
 
-def _cuts_before_spaces(spec: dict[str, Any]) -> bool:
-    """Whether the splitting is one of which `_SAFE_CUT` is known to be right: byte-level with GPT-2's pattern."""
+# The patterns of GPT-4, Llama 3 and Qwen 2; GPT-2's is ByteLevel's own.
+_PATTERNS = {
+    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in ("", "{1,3}")
+}
+
+
+def _cuts_are_known(spec: dict[str, Any]) -> bool:
+    """Whether the splitting is byte-level with a known pattern."""
     splitter = spec.get("pre_tokenizer") or {}
     steps = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
     kinds = {step.get("type") for step in steps}
-    if spec.get("normalizer") is not None or "ByteLevel" not in kinds or kinds - {"ByteLevel", "Digits"}:
+    if spec.get("normalizer") is not None or "ByteLevel" not in kinds or kinds - {"ByteLevel", "Digits", "Split"}:
         return False
+    splits = [step for step in steps if step["type"] == "Split"]
     levels = [step for step in steps if step["type"] == "ByteLevel"]
-    return all(step.get("use_regex", True) and not step.get("add_prefix_space", True) for step in levels)
+    if any(step.get("add_prefix_space", True) for step in levels):
+        return False
+    if splits:
+        return all(
+            (step.get("pattern") or {}).get("Regex") in _PATTERNS
+            and step.get("behavior") == "Isolated"
+            and not step.get("invert")
+            for step in splits
+        )
+    return all(step.get("use_regex", True) for step in levels)

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 import numpy as np
 
 from llmtrain.corpus.documents import INVALID_UTF8, Document, falls_within
+from llmtrain.corpus.engine import Engine, open_engine
 from llmtrain.corpus.streams import Damage
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage.errors import InternalError, LlmtrainError
@@ -37,8 +38,8 @@ POLL_SECONDS = 0.1
 class Encoded:
     """One block as ids. Arrays go by document of the block."""
 
-    ids: np.ndarray
-    """All documents one after the other, each ended by EOS, uint16."""
+    ids: list[np.ndarray]
+    """All documents, each ended by EOS, uint16: arrays to be read one after the other."""
     lengths: np.ndarray
     """Ids of each document, int64; 0 for one that was left out."""
     held_out: np.ndarray
@@ -47,26 +48,15 @@ class Encoded:
     """(number in the block, reason, byte of the document) of those without ids."""
 
 
-def encode_block(tokenizer: Tokenizer, documents: Sequence[bytes | memoryview], holdout: float) -> Encoded:
-    """What a worker does with a block. Raises BadData as `Tokenizer.encode_documents`."""
-    texts: list[str] = []
-    kept: list[int] = []
-    left_out = []
-    for number, data in enumerate(documents):
-        try:
-            text = str(data, "utf-8")
-        except UnicodeDecodeError as error:
-            left_out.append((number, INVALID_UTF8, error.start))
-            continue
-        if text:
-            texts.append(text)
-            kept.append(number)
-        else:
-            left_out.append((number, "empty", 0))
-    lengths = np.zeros(len(documents), np.int64)
-    ids, lengths[kept] = tokenizer.encode_documents(texts)
-    held_out = np.array([falls_within(data, holdout) for data in documents], bool)
-    return Encoded(ids, lengths, held_out, left_out)
+def encode_block(engine: Engine, documents: Sequence[bytes], holdout: float) -> Encoded:
+    """What a worker does with a block. Raises BadData as `Engine.encode`."""
+    ids, lengths, bad = engine.encode(documents)
+    left_out = [(number, INVALID_UTF8, place) for number, place in bad]
+    left_out += [(number, "empty", 0) for number, data in enumerate(documents) if not data]
+    held_out = np.zeros(len(documents), bool)
+    if holdout:
+        held_out[:] = [falls_within(data, holdout) for data in documents]
+    return Encoded(ids, lengths, held_out, sorted(left_out))
 
 
 @dataclass
@@ -95,7 +85,7 @@ class _Worker:
 
 def encode_blocks(
     blocks: Iterable[list[Document]],
-    tokenizer: Tokenizer,
+    engine: Engine,
     workers: int,
     holdout: float,
     block_bytes: int,
@@ -108,7 +98,7 @@ def encode_blocks(
     where a worker dies. On any end, all workers are gone.
     """
     with ExitStack() as stack:
-        pool = [_start(tokenizer, holdout, stack) for _ in range(workers)]
+        pool = [_start(engine, holdout, stack) for _ in range(workers)]
         in_order: deque[Task] = deque()
         source = iter(blocks)
         block = next(source, None)
@@ -116,8 +106,12 @@ def encode_blocks(
             check()
             while block is not None and len(in_order) < 4 * workers:
                 worker = min(pool, key=lambda worker: worker.waiting_bytes)
-                # A long document waits for a worker that has nothing else, so only one is held twice.
+                # A long document waits for a worker that has nothing else, so only one is held twice; and those that
+                # are done and wait for an earlier one count too.
                 if worker.tasks and worker.waiting_bytes + _nbytes(block) > 2 * block_bytes:
+                    break
+                waiting = sum(task.nbytes for task in in_order)
+                if len(in_order) >= workers and waiting + _nbytes(block) > 4 * workers * block_bytes:
                     break
                 in_order.append(_send(worker, block))
                 block = next(source, None)
@@ -132,7 +126,7 @@ def _nbytes(block: list[Document]) -> int:
     return sum(len(document.data) for document in block)
 
 
-def _start(tokenizer: Tokenizer, holdout: float, stack: ExitStack) -> _Worker:
+def _start(engine: Engine, holdout: float, stack: ExitStack) -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *sys.path]
@@ -149,8 +143,8 @@ def _start(tokenizer: Tokenizer, holdout: float, stack: ExitStack) -> _Worker:
     stack.callback(_end, process, connection)
     worker = _Worker(process, connection)
     try:
-        connection.send((tokenizer.file, holdout))
-        connection.send_bytes(tokenizer.data)
+        connection.send((engine.name, engine.tokenizer.file, holdout))
+        connection.send_bytes(engine.tokenizer.data)
     except OSError as error:
         raise _died(worker) from error
     return worker
@@ -167,7 +161,7 @@ def _send(worker: _Worker, block: list[Document]) -> Task:
     task = Task(files, ordinals, places, sizes, damages, _nbytes(block))
     try:
         worker.connection.send([len(data) for data in datas])
-        worker.connection.send_bytes(b"".join(datas))
+        worker.connection.send_bytes(datas[0] if len(datas) == 1 else b"".join(datas))
     except OSError as error:
         raise _died(worker) from error
     worker.tasks.append(task)
@@ -179,8 +173,8 @@ def _receive(worker: _Worker) -> None:
         answer = worker.connection.recv()
         if isinstance(answer, LlmtrainError):
             raise answer
-        lengths, held_out, left_out = answer
-        ids = np.frombuffer(worker.connection.recv_bytes(), np.uint16)
+        arrays, lengths, held_out, left_out = answer
+        ids = [np.frombuffer(worker.connection.recv_bytes(), np.uint16) for _ in range(arrays)]
     except (OSError, EOFError) as error:
         raise _died(worker) from error
     worker.tasks.popleft().encoded = Encoded(ids, lengths, held_out, left_out)
@@ -198,11 +192,16 @@ def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     work: queue.SimpleQueue[tuple[list[int], bytes]] = queue.SimpleQueue()
     with _ending_with_the_socket():
-        file, holdout = connection.recv()
+        name, file, holdout = connection.recv()
         tokenizer = Tokenizer(connection.recv_bytes(), file)
+        engine: Engine | LlmtrainError
+        try:
+            engine = open_engine(tokenizer, name)
+        except LlmtrainError as error:
+            engine = error
         threading.Thread(target=_read, args=(connection, work), daemon=True).start()
         while True:
-            _answer(connection, tokenizer, holdout, *work.get())
+            _answer(connection, engine, holdout, *work.get())
 
 
 @contextmanager
@@ -222,15 +221,25 @@ def _read(connection: Connection, work: "queue.SimpleQueue[tuple[list[int], byte
             work.put((lengths, connection.recv_bytes()))
 
 
-def _answer(connection: Connection, tokenizer: Tokenizer, holdout: float, lengths: list[int], data: bytes) -> None:
-    ends = np.cumsum(lengths).tolist()
-    view = memoryview(data)
-    documents = [view[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+def _answer(
+    connection: Connection, engine: Engine | LlmtrainError, holdout: float, lengths: list[int], data: bytes
+) -> None:
     try:
-        encoded = encode_block(tokenizer, documents, holdout)
+        if isinstance(engine, LlmtrainError):
+            raise engine
+        encoded = encode_block(engine, _cut(data, lengths), holdout)
     except BaseException as error:  # the library's panics are no Exceptions
         known = isinstance(error, LlmtrainError)
         connection.send(error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
         return
-    connection.send((encoded.lengths, encoded.held_out, encoded.left_out))
-    connection.send_bytes(encoded.ids.view(np.uint8).data)
+    del data
+    connection.send((len(encoded.ids), encoded.lengths, encoded.held_out, encoded.left_out))
+    for ids in encoded.ids:
+        connection.send_bytes(ids.view(np.uint8).data)
+
+
+def _cut(data: bytes, lengths: list[int]) -> list[bytes]:
+    if len(lengths) == 1:
+        return [data]
+    ends = np.cumsum(lengths).tolist()
+    return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -30,8 +30,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 class RunLock:
     """Holds the lock file `path` for the length of a `with` block. The system drops the lock when its process dies,
-    however it dies, so no lock outlives its holder. The file stays: removing it would let two processes lock two
-    files of one name. It says {"pid", "host", "time"} of the holder, and nothing when nobody holds it.
+    however it dies, so no lock outlives its holder. The file stays, unless its holder removes it. It says
+    {"pid", "host", "time"} of the holder, and nothing when nobody holds it.
 
     Raises ConfigMismatch where another process holds it, naming that one's pid and host."""
 
@@ -40,10 +40,22 @@ class RunLock:
         self._descriptor = -1
 
     def __enter__(self) -> "RunLock":
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise write_error(error, self.path, "created") from error
+        while True:
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise write_error(error, self.path, "created") from error
+            self._lock(descriptor)
+            # A holder that was the last to need the file may have removed it in between.
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    break
+            os.close(descriptor)
+        self._descriptor = descriptor
+        _held.add(descriptor)
+        return self
+
+    def _lock(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write_holder(descriptor)
@@ -56,9 +68,6 @@ class RunLock:
             if error.errno in _NO_LOCKS:
                 raise CannotCreate(f"{self.path}: its file system has no locks: use another one") from error
             raise write_error(error, self.path) from error
-        self._descriptor = descriptor
-        _held.add(descriptor)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmtrain.cli.main import run as llmtrain
@@ -27,7 +28,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("product")
     (folder / "tokenizer.json").write_bytes(tokenizers.train([TEXT], 300))
     tokenizer = tokenizers.load(folder / "tokenizer.json")
-    ids, _ = tokenizer.encode_documents([TEXT])
+    ids = np.array([*tokenizer.encode_batch([TEXT])[0], tokenizer.eos_id])
     made_by = {"file": str(folder / "tokenizer.json"), "sha256": tokenizer.sha256}
     write_flat(folder / "corpus.u16", ids, tokenizer.vocab_size, tokenizer=made_by)
     train(

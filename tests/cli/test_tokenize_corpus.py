@@ -171,7 +171,7 @@ def long_run(here: Path):
     assert process.stdout is not None
     # A pipe is written in blocks, so the first line of it would come late: wait for ids on the disk.
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(lambda: any(path.stat().st_size for path in Path("data").glob(".corpus.u16.*.partial")))
+    wait_until(lambda: any(path.stat().st_size for path in Path("data").glob(".corpus.u16.partial/corpus.u16")))
     workers = [int(pid) for pid in children.read_text().split()]
     assert len(workers) == 2 and all(map(alive, workers))
     yield process, workers
@@ -184,13 +184,14 @@ LongRun = tuple["subprocess.Popen[str]", list[int]]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_group_ends_the_run_with_75_and_nothing_left(long_run: LongRun, stop: signal.Signals):
+def test_a_signal_to_the_group_ends_the_run_with_75_and_what_is_done_is_kept(long_run: LongRun, stop: signal.Signals):
     process, workers = long_run
     os.killpg(process.pid, stop)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert err.startswith(f"llmtrain: error: stopped by {stop.name}: ") and err.count("\n") == 1
-    assert left() == [] and not any(map(alive, workers))
+    assert err.startswith(f"llmtrain: error: stopped by {stop.name}, saved in ") and err.count("\n") == 1
+    assert left() == [".corpus.u16.partial"] and not any(map(alive, workers))
+    assert len(Path("data/.corpus.u16.partial/journal").read_text().splitlines()) == 2
 
 
 def test_a_killed_parent_leaves_no_workers_and_the_next_run_no_temporaries(long_run: LongRun):
@@ -200,6 +201,7 @@ def test_a_killed_parent_leaves_no_workers_and_the_next_run_no_temporaries(long_
     wait_until(lambda: not any(map(alive, workers)))
     assert not any(not name.startswith(".") for name in left())
     Path("data/text/zz.txt").unlink()
+    # Nothing was in the journal yet, so there is nothing that the input does not fit to.
     code, _, err = run("tokenize-corpus")
     assert code == 0, err
     assert left() == ["corpus.u16", "corpus.u16.docs", "corpus.u16.json"]

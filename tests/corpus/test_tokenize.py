@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -19,6 +20,7 @@ from pyarrow import parquet
 from llmtrain.corpus import tokenize as work
 from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
 from llmtrain.corpus.documents import falls_within
+from llmtrain.corpus.engine import TOKENIZERS, open_engine
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.tokenize import held_out_path, tokenize
 from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
@@ -45,7 +47,7 @@ def here(tmp_path: Path, trained: bytes, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-CONFIG = TokenizeConfig(inputs=("text",), output=Path("corpus.u16"), holdout=0, workers=1)
+CONFIG = TokenizeConfig(inputs=("text",), output=Path("corpus.u16"), holdout=0, workers=1, engine=TOKENIZERS)
 
 
 def put(texts: Sequence[str | bytes], folder: str = "text") -> None:
@@ -137,8 +139,8 @@ def test_any_documents_come_back_whatever_the_workers_and_blocks(
 @settings(deadline=None)
 @given(documents=st.lists(st.text(max_size=30), max_size=8))
 def test_a_block_says_of_each_document_what_became_of_it(trained: bytes, documents: list[str]):
-    tokenizer = Tokenizer(trained, "t")
-    encoded = encode_block(tokenizer, [one.encode() for one in documents] + [b"\xff"], 0.5)
+    engine = open_engine(Tokenizer(trained, "t"), TOKENIZERS)
+    encoded = encode_block(engine, [one.encode() for one in documents] + [b"\xff"], 0.5)
     assert [int(length > 0) for length in encoded.lengths] == [int(one != "") for one in documents] + [0]
     assert encoded.left_out == [(i, "empty", 0) for i, one in enumerate(documents) if not one] + [
         (len(documents), "invalid_utf8", 0)
@@ -310,20 +312,28 @@ def test_a_failed_run_leaves_the_output_of_the_last_one(here: Path):
     assert output_bytes() == before
 
 
-def test_a_run_that_fails_while_it_publishes_leaves_no_half(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_fails_while_it_publishes_is_finished_by_the_next(here: Path, monkeypatch: pytest.MonkeyPatch):
     put(TEXTS)
+    config = replace(CONFIG, holdout=0.4)
+    tokenize(config)
+    expected = output_bytes()
     written: list[Path] = []
+    real = work.write_manifest
 
-    def full_at_the_second(path: Path, **fields: object) -> None:
+    def full_at_the_second(path: Path, **fields: Any) -> None:
         if written:
             raise StorageFailure("the disk is full")
         written.append(path)
-        path.with_name(path.name + ".json").write_text("{}")
+        real(path, **fields)
 
-    monkeypatch.setattr(work, "write_manifest", full_at_the_second)
-    with pytest.raises(StorageFailure):
-        tokenize(replace(CONFIG, holdout=0.4))
-    assert written == [Path("corpus.val.u16")] and left() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "write_manifest", full_at_the_second)
+        with pytest.raises(StorageFailure):
+            tokenize(config)
+    assert written == [Path("corpus.val.u16")] and not Path("corpus.u16.json").exists()
+    monkeypatch.setattr(work, "encode_blocks", None)  # nothing is encoded again
+    tokenize(config)
+    assert output_bytes() == expected and len(left()) == 6
 
 
 def test_it_can_be_called_from_another_thread(here: Path):

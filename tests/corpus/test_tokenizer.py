@@ -4,7 +4,6 @@ import json
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -70,26 +69,12 @@ def test_truncation_padding_templates_and_dropout_of_the_file_change_no_ids(data
     assert Tokenizer(json.dumps(other).encode(), "t").encode_batch(texts) == tokenizer.encode_batch(texts)
 
 
-def test_documents_end_with_eos_and_nothing_else_holds_it(tokenizer: Tokenizer):
-    texts = ["one", f"two {EOS}", "three\n"]
-    ids, lengths = tokenizer.encode_documents(texts)
-    assert ids.dtype == np.uint16 and lengths.sum() == len(ids)
-    ends = np.cumsum(lengths)
-    assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == (ends - 1).tolist()
-    assert [tokenizer.decode(part[:-1]) for part in np.split(ids, ends[:-1])] == texts
-
-
-def test_no_documents_are_no_ids(tokenizer: Tokenizer):
-    ids, lengths = tokenizer.encode_documents([])
-    assert len(ids) == len(lengths) == 0
-
-
 @settings(deadline=None)
 @given(st.text())
 def test_the_bytes_of_a_texts_ids_are_the_texts(tokenizer: Tokenizer, text: str):
     sizes = token_bytes(tokenizer)
     assert sizes.shape == (tokenizer.vocab_size,)
-    ids, _ = tokenizer.encode_documents([text])
+    (ids,) = tokenizer.encode_batch([text])
     assert sizes[ids].sum() == len(text.encode())
 
 
@@ -98,42 +83,6 @@ def test_bytes_of_tokens_that_are_text_or_single_bytes():
     library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     library.add_special_tokens(["<unk>", "</s>"])
     assert token_bytes(Tokenizer(library.to_str().encode(), "t")).tolist() == [0, 0, 4, 1, 2]
-
-
-TEXTS = st.lists(st.text(st.sampled_from("ab1 \n\r\t'.é\u3000\u0085s"), max_size=60), max_size=8)
-
-
-@pytest.mark.parametrize("splitter", ["trained", "digits"])
-@settings(deadline=None)
-@given(texts=TEXTS, limit=st.integers(1, 12))
-def test_long_documents_are_cut_without_a_change_of_ids(data: bytes, splitter: str, texts: list[str], limit: int):
-    if splitter == "digits":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        library = tokenizers.Tokenizer.from_str(data.decode())
-        library.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment]
-        data = library.to_str().encode()
-    tokenizer = Tokenizer(data, "t")
-    whole = [ids + [0] for ids in tokenizer.encode_batch(texts)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_room, "BATCH_CHARS", limit)
-        ids, lengths = tokenizer.encode_documents(texts)
-    assert lengths.tolist() == [len(one) for one in whole]
-    assert ids.tolist() == sum(whole, [])
-
-
-def test_a_long_document_is_really_cut(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer_room, "BATCH_CHARS", 100)
-    cut = [piece for _, piece, _ in tokenizer._pieces([CODE])]
-    assert "".join(cut) == CODE and len(cut) > len(CODE) / 300
-    whole, _ = tokenizer.encode_documents([CODE])
-    assert whole[:-1].tolist() == tokenizer.encode_batch([CODE])[0]
-
-
-def test_a_tokenizer_with_unknown_splitting_is_not_cut(data: bytes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer_room, "BATCH_CHARS", 1)
-    for fields in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):
-        tokenizer = Tokenizer(changed(data, **fields), "t")
-        assert len(list(tokenizer._pieces(["one two three four"]))) == 1
 
 
 def test_pieces_for_the_trainer_hold_the_whole_text(monkeypatch: pytest.MonkeyPatch):
@@ -153,8 +102,6 @@ def word_level(size: int, **more: int) -> bytes:
 def test_a_vocabulary_of_65536_fits_and_one_more_does_not():
     largest = Tokenizer(word_level(65535, **{EOS: 65535}), "t")
     largest.require_u16()
-    ids, _ = largest.encode_documents(["w65534 w1"])
-    assert ids.tolist() == [65534, 1, 65535]
     with pytest.raises(BadData, match="65537 does not fit"):
         Tokenizer(word_level(65535, **{EOS: 65536}), "t").require_u16()
 
@@ -163,15 +110,6 @@ def test_an_added_token_counts_for_the_vocabulary(data: bytes):
     added = [json.loads(data)["added_tokens"][0] | {"content": "</s>", "id": 70000}]
     tokenizer = Tokenizer(changed(data, added_tokens=added), "t")
     assert tokenizer.vocab_size == 70001 and tokenizer.eos_id == 0  # <|endoftext|> is in the vocabulary itself
-
-
-def test_ids_that_must_not_occur_are_seen_before_they_are_narrowed(monkeypatch: pytest.MonkeyPatch):
-    tokenizer = Tokenizer(word_level(100, **{EOS: 100}), "t")
-    with pytest.raises(BadData, match="end-of-text id 100"):
-        tokenizer.encode_documents([f"w1 {EOS} w2"])  # a whole word of this tokenizer
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [[70000] for _ in texts])
-    with pytest.raises(BadData, match="beyond its 101"):
-        tokenizer.encode_documents(["x"])
 
 
 @pytest.mark.parametrize(

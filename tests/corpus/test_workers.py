@@ -3,18 +3,20 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmtrain.corpus import workers as workers_room
 from llmtrain.corpus.documents import Document
+from llmtrain.corpus.engine import TOKENIZERS, Engine, open_engine
 from llmtrain.corpus.tokenizer import EOS, Tokenizer, train
 from llmtrain.corpus.workers import encode_blocks
 from llmtrain.storage.errors import BadData, InternalError, StopRequested
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train(["some words for a few merges, words and merges"], 300), "t")
+def engine() -> Engine:
+    return open_engine(Tokenizer(train(["some words for a few merges, words and merges"], 300), "t"), TOKENIZERS)
 
 
 def never() -> None:
@@ -35,15 +37,15 @@ def of(text: str) -> list[Document]:
     return [Document(0, 0, 0, len(data), data)]
 
 
-def test_blocks_come_in_order_though_they_take_unequal_time(tokenizer: Tokenizer):
+def test_blocks_come_in_order_though_they_take_unequal_time(engine: Engine):
     texts = ["words " * (20_000 if number % 5 == 0 else 1) + str(number) for number in range(40)]
-    tasks = encode_blocks(map(of, texts), tokenizer, 3, 0.0, 1000, never)
-    decoded = [tokenizer.decode(task.encoded.ids[:-1]) for task in tasks if task.encoded]
+    tasks = encode_blocks(map(of, texts), engine, 3, 0.0, 1000, never)
+    decoded = [engine.tokenizer.decode(np.concatenate(task.encoded.ids)[:-1]) for task in tasks if task.encoded]
     assert decoded == texts
     assert no_worker_is_left()
 
 
-def test_reading_stays_a_few_blocks_ahead_of_what_was_taken(tokenizer: Tokenizer):
+def test_reading_stays_a_few_blocks_ahead_of_what_was_taken(engine: Engine):
     read = 0
 
     def source() -> Iterator[list[Document]]:
@@ -52,13 +54,13 @@ def test_reading_stays_a_few_blocks_ahead_of_what_was_taken(tokenizer: Tokenizer
             read += 1
             yield of(str(number))
 
-    for taken, _ in enumerate(encode_blocks(source(), tokenizer, 2, 0.0, 1 << 20, never), 1):
+    for taken, _ in enumerate(encode_blocks(source(), engine, 2, 0.0, 1 << 20, never), 1):
         assert read <= taken + 4 * 2 + 1
         assert taken == 200 or not no_worker_is_left()
     assert read == 200
 
 
-def test_a_long_document_waits_until_its_worker_has_nothing_else(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_document_waits_until_its_worker_has_nothing_else(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     waiting: list[int] = []
     send = workers_room._send
 
@@ -69,7 +71,7 @@ def test_a_long_document_waits_until_its_worker_has_nothing_else(tokenizer: Toke
 
     monkeypatch.setattr(workers_room, "_send", watched)
     texts = ["x" * size for size in (10, 10, 5000, 10, 4000, 10)]
-    assert len(list(encode_blocks(map(of, texts), tokenizer, 1, 0.0, 100, never))) == 6
+    assert len(list(encode_blocks(map(of, texts), engine, 1, 0.0, 100, never))) == 6
     assert waiting[2] == 5000 and waiting[4] == 4000 and max(waiting) == 5000
 
 
@@ -80,21 +82,21 @@ def test_an_error_of_the_tokenizer_arrives_and_ends_the_workers():
         "words.json",
     )
     with pytest.raises(BadData, match="words.json: the tokenizer gives its end-of-text id 1"):
-        list(encode_blocks([of("a"), of(f"a {EOS}")], words, 2, 0.0, 1, never))
+        list(encode_blocks([of("a"), of(f"a {EOS}")], open_engine(words, TOKENIZERS), 2, 0.0, 1, never))
     assert no_worker_is_left()
 
 
-def test_an_error_while_reading_ends_the_workers(tokenizer: Tokenizer):
+def test_an_error_while_reading_ends_the_workers(engine: Engine):
     def source() -> Iterator[list[Document]]:
         yield of("one")
         raise BadData("the second file is torn")
 
     with pytest.raises(BadData, match="torn"):
-        list(encode_blocks(source(), tokenizer, 2, 0.0, 1, never))
+        list(encode_blocks(source(), engine, 2, 0.0, 1, never))
     assert no_worker_is_left()
 
 
-def test_a_stop_ends_the_workers_even_when_they_are_busy(tokenizer: Tokenizer):
+def test_a_stop_ends_the_workers_even_when_they_are_busy(engine: Engine):
     asked = 0
 
     def check() -> None:
@@ -104,12 +106,12 @@ def test_a_stop_ends_the_workers_even_when_they_are_busy(tokenizer: Tokenizer):
             raise StopRequested("stopped")
 
     with pytest.raises(StopRequested):
-        list(encode_blocks(map(of, ["word " * 2_000_000] * 2), tokenizer, 2, 0.0, 1 << 20, check))
+        list(encode_blocks(map(of, ["word " * 2_000_000] * 2), engine, 2, 0.0, 1 << 20, check))
     assert no_worker_is_left()
 
 
-def test_a_worker_that_cannot_start_is_one_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_cannot_start_is_one_error(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers_room, "_BOOT", "raise SystemExit(3)")
     with pytest.raises(InternalError, match="status 3"):
-        list(encode_blocks([of("one")], tokenizer, 1, 0.0, 1, never))
+        list(encode_blocks([of("one")], engine, 1, 0.0, 1, never))
     assert no_worker_is_left()

@@ -1,0 +1,115 @@
+"""What came of each input: bytes, documents and tokens by part, and what was left out with its first places."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from llmtrain.corpus.documents import bad_data, plural
+from llmtrain.corpus.inputs import Input, shown, total_size
+from llmtrain.corpus.streams import Damage
+from llmtrain.corpus.workers import Task
+
+# Of each reason to leave documents of a file out, the manifest names so many places.
+FIRST_PLACES = 5
+
+# A terminal's worth: the counts of more files would push everything else out of sight, and the manifest has them.
+MOST_PRINTED = 100
+
+
+class Counts:
+    """Of the inputs `files`, for `parts` token files."""
+
+    def __init__(self, files: list[Input], on_bad: str, parts: int) -> None:
+        self.files, self.on_bad = files, on_bad
+        self.total = total_size(files)
+        self.bytes = [0] * len(files)
+        self.left_out: list[dict[str, int]] = [{} for _ in files]
+        self.first: list[dict[str, list[str]]] = [{} for _ in files]
+        self.documents = np.zeros((parts, len(files)), np.int64)
+        self.tokens = np.zeros((parts, len(files)), np.int64)
+        self.touched: set[int] = set()
+        """Inputs whose counts changed since somebody emptied it."""
+        self._reported = 0
+
+    def check(self, task: Task) -> None:
+        """Raises BadData for a damaged document that may not be left out."""
+        if self.on_bad == "error":
+            for file, damage, place in self._left_out(task):
+                if damage.reason != "empty":
+                    raise bad_data(self.files[file], place, damage)
+
+    def add(self, task: Task) -> None:
+        """All of an encoded block but what `add_written` counts."""
+        for file, damage, place in self._left_out(task):
+            self.left_out[file][damage.reason] = self.left_out[file].get(damage.reason, 0) + 1
+            first = self.first[file].setdefault(damage.reason, [])
+            if len(first) < FIRST_PLACES:
+                first.append(place)
+        for file, size in zip(task.files, task.sizes, strict=True):
+            self.bytes[file] += size
+        self.touched.update(task.files)
+
+    def _left_out(self, task: Task) -> Iterator[tuple[int, Damage, str]]:
+        assert task.encoded is not None
+        for number, reason, offset in task.encoded.left_out:
+            file = task.files[number]
+            place = self.files[file].place(task.places[number], offset)
+            yield file, task.damages[number] or Damage(reason, ""), place
+
+    def add_written(self, part: int, lengths: np.ndarray, files: np.ndarray) -> None:
+        """Documents that went into a part: of each its ids and the number of its file."""
+        np.add.at(self.documents[part], files, 1)
+        np.add.at(self.tokens[part], files, lengths)
+
+    def record(self, file: int) -> dict[str, Any]:
+        """What is known of an input, for `restore`."""
+        one = self.files[file]
+        return {
+            "name": one.name,
+            "size": one.size,
+            "version": one.version,
+            "bytes": self.bytes[file],
+            "left_out": self.left_out[file],
+            "first": self.first[file],
+            "documents": self.documents[:, file].tolist(),
+            "tokens": self.tokens[:, file].tolist(),
+        }
+
+    def restore(self, file: int, record: dict[str, Any]) -> None:
+        self.bytes[file], self.left_out[file], self.first[file] = record["bytes"], record["left_out"], record["first"]
+        self.documents[:, file], self.tokens[:, file] = record["documents"], record["tokens"]
+
+    def damaged(self) -> bool:
+        """Whether anything but empty documents was left out."""
+        return any(set(one) - {"empty"} for one in self.left_out)
+
+    def report(self, end: int) -> None:
+        """Prints the counts of the files before number `end` that were not printed yet; of very many, only those of
+        files with a damaged document."""
+        lines = []
+        for file in range(self._reported, end):
+            documents, tokens = int(self.documents[:, file].sum()), int(self.tokens[:, file].sum())
+            line = f"{shown(self.files[file].name)}: {tokens:,} tokens, {plural(documents, 'document')}"
+            for reason, count in sorted(self.left_out[file].items()):
+                line += f", {count:,} {reason} left out (the first at {self.first[file][reason][0]})"
+            if len(self.files) <= MOST_PRINTED or set(self.left_out[file]) - {"empty"}:
+                lines.append(line)
+        if lines:
+            tqdm.write("\n".join(lines))
+        self._reported = max(self._reported, end)
+
+    def inputs(self, part: int) -> list[dict[str, Any]]:
+        """The manifest's `inputs` of a part. What was left out is said once, with the part that is trained on."""
+        return [
+            {
+                "path": one.name,
+                "bytes": self.bytes[file],
+                "documents": int(self.documents[part, file]),
+                "tokens": int(self.tokens[part, file]),
+                "skipped": dict(sorted(self.left_out[file].items())) if part == 0 else {},
+            }
+            | ({"skipped_at": dict(sorted(self.first[file].items()))} if part == 0 and self.first[file] else {})
+            for file, one in enumerate(self.files)
+        ]

@@ -1,0 +1,98 @@
+"""A bounded sample of a corpus, the same each time: to choose the engine by, and to say how much will be written."""
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmtrain.corpus.documents import Document, plural
+from llmtrain.corpus.engine import Engine
+from llmtrain.corpus.inputs import TEXT, Input, shown
+from llmtrain.corpus.reading import FILE, Reading, read_documents
+from llmtrain.corpus.streams import Progress
+from llmtrain.storage.errors import StorageFailure, read_error
+from llmtrain.storage.units import in_bytes
+
+# So many inputs, evenly spaced, and of each so much from its beginning: half a second's work for `tokenizers`.
+INPUTS = 32
+BYTES_EACH = 32 << 10
+
+
+@dataclass
+class Probe:
+    """What was read."""
+
+    texts: list[bytes] = field(default_factory=list)
+    """Beginnings of documents, UTF-8."""
+    documents: int = 0
+    text: int = 0
+    """Bytes of these documents."""
+    stored: int = 0
+    """Bytes of the inputs that they stand for, as they are stored."""
+
+    def add(self, documents: Iterable[Document], most: int) -> int:
+        """Takes documents until they hold `most` bytes; gives the bytes that they stand for."""
+        taken = size = 0
+        for document in documents:
+            self.documents += 1
+            self.text += len(document.data)
+            size += document.size
+            text = document.data[: most - taken].decode(errors="ignore").encode()
+            if text:
+                self.texts.append(text)
+            taken += len(document.data) + 16
+            if taken >= most:
+                break
+        return size
+
+
+def draw(inputs: list[Input], reading: Reading) -> Probe:
+    """From those inputs that can be read twice. Raises InputMissing, StorageFailure."""
+    probe = Probe()
+    usable = [one for one in inputs if one.size]
+    for number in range(min(INPUTS, len(usable))):
+        one = usable[number * len(usable) // min(INPUTS, len(usable))]
+        progress = Progress()
+        size = probe.add(read_documents([one], reading, progress), BYTES_EACH)
+        # Of what is not compressed, more was read than was taken.
+        probe.stored += size if one.format == TEXT and not one.compression else progress.bytes
+    return probe
+
+
+def expected_bytes(probe: Probe, engine: Engine, inputs: list[Input], reading: Reading) -> int | None:
+    """About how much tokenizing `inputs` will write; None where an input's size is not known."""
+    if any(one.size is None for one in inputs):
+        return None
+    total = sum(one.size or 0 for one in inputs)
+    if not total or not probe.stored:
+        return 0
+    scale = total / probe.stored
+    whole = reading.document == FILE and all(one.format == TEXT for one in inputs)
+    documents = len(inputs) if whole else round(probe.documents * scale)
+    _, lengths, _ = engine.encode(probe.texts)
+    tokens = (int(lengths.sum()) - len(lengths)) / max(1, sum(map(len, probe.texts))) * probe.text * scale
+    return 2 * (round(tokens) + documents) + 8 * documents
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the disk that `folder` is on, for this user."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise read_error(error, folder, "make the folder of --output") from error
+
+
+def say_what_would_be_written(output: Path, expected: int | None, inputs: list[Input], engine: Engine) -> None:
+    """Prints it. Raises StorageFailure where the disk does not hold it."""
+    free = free_bytes(output.parent)
+    stored = sum(one.size or 0 for one in inputs)
+    print(f"{plural(len(inputs), 'input')} of {in_bytes(stored)}, engine {engine.name} {engine.version}")
+    if expected is None:
+        print(f"{shown(output)}: an input does not say its size; its disk has {in_bytes(free)} free")
+        return
+    if expected > free:
+        raise StorageFailure(
+            f"{output}: about {in_bytes(expected)} would be written, its disk has {in_bytes(free)} free: "
+            "free space or name another disk with --output"
+        )
+    print(f"{shown(output)}: about {in_bytes(expected)} would be written, its disk has {in_bytes(free)} free")

@@ -1,0 +1,394 @@
+"""Token files while they are written: in a folder beside them, `.X.u16.partial`, with a journal from which the same
+command goes on after it was killed.
+
+    lock       held for as long as a command works there
+    journal    JSON lines: what was asked; every few seconds how far it came; at the end that it is being published
+    X.u16, X.u16.docs, X.val.u16, ...   what was written so far, which may be more than the journal says
+    base-N.json   with --append, the manifests as they were; the ids then go to the end of the token files themselves
+
+A line of the journal is written when what it speaks of is on the disk, so that everything beyond it is cut off and made
+again. With the last line everything that publishing needs is in the folder, and each of its steps can be done twice.
+"""
+
+import errno
+import json
+import os
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain.corpus.counts import Counts
+from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, docs_path, manifest_path
+from llmtrain.storage.atomic import fsync_folder, json_bytes, write_json
+from llmtrain.storage.errors import BadData, CannotCreate, ConfigMismatch, write_error
+from llmtrain.storage.journal import JsonLines
+from llmtrain.storage.lock import RunLock
+from llmtrain.storage.manifest import read_json
+
+FORMAT = 1
+
+
+def work_folder(output: Path) -> Path:
+    """Where the token file `output` is while it is written."""
+    return output.with_name(f".{output.name}.partial")
+
+
+def names(path: Path) -> list[Path]:
+    """All files of the token file `path`, the one that vouches for the others first."""
+    return [manifest_path(path), docs_path(path), path]
+
+
+class Part:
+    """One token file while it is written. `base` is the manifest of what it already holds, with --append."""
+
+    def __init__(self, path: Path, folder: Path, base: dict[str, Any] | None) -> None:
+        self.path, self.base = path, base
+        self.tokens = self.documents = self.max_id = 0
+        if base:
+            self.tokens, self.documents, self.max_id = base["tokens"], base["documents"], base["max_id"]
+        self.ids_at = path if base else folder / path.name
+        self.docs_at = docs_path(self.ids_at)
+        self._ids = self._docs = -1
+        self.hashes = BlockHashes()
+
+    def open(self) -> None:
+        """Opens the files, cut to what is said to be written. Raises BadData where they are shorter than that."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (0 if self.tokens else os.O_CREAT)
+        for place, size in ((self.ids_at, 2 * self.tokens), (self.docs_at, 8 * self.documents)):
+            try:
+                descriptor = os.open(place, flags, 0o666)
+                if place == self.ids_at:
+                    self._ids = descriptor
+                else:
+                    self._docs = descriptor
+                if os.fstat(descriptor).st_size < size:
+                    raise BadData(f"{place}: is shorter than was written to it: remove {place.parent} and start over")
+                os.ftruncate(descriptor, size)
+                os.lseek(descriptor, size, os.SEEK_SET)
+            except OSError as error:
+                raise write_error(error, place) from error
+        known = self.base["sha256"][: self.base["tokens"] * 2 // BLOCK_BYTES] if self.base else []
+        self.hashes = BlockHashes(known)
+        at = len(known) * BLOCK_BYTES
+        while at < 2 * self.tokens:
+            piece = os.pread(self._ids, min(1 << 20, 2 * self.tokens - at), at)
+            self.hashes.update(piece)
+            at += len(piece)
+
+    def add(self, ids: list[np.ndarray], lengths: np.ndarray) -> None:
+        """Documents: all their ids (uint16), and of each its length in ids. Raises CannotCreate, StorageFailure; then
+        nothing was added."""
+        if not len(lengths):
+            return
+        for data in ids:
+            _write(self._ids, data.astype("<u2", copy=False), self.path)
+        ends = (self.tokens + np.cumsum(lengths)).astype("<u8")
+        _write(self._docs, ends, self.path)
+        for data in ids:
+            self.hashes.update(data.astype("<u2", copy=False))
+            self.max_id = max(self.max_id, int(data.max(initial=0)))
+        self.tokens += int(lengths.sum())
+        self.documents += len(lengths)
+
+    def cut(self, state: list[int]) -> None:
+        """Back to an earlier state (tokens, documents, max_id). What comes next can only be a commit."""
+        self.tokens, self.documents, self.max_id = state
+        for descriptor, size in ((self._ids, 2 * self.tokens), (self._docs, 8 * self.documents)):
+            if descriptor >= 0:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, size)
+
+    def state(self) -> list[int]:
+        return [self.tokens, self.documents, self.max_id]
+
+    def sync(self) -> None:
+        for descriptor in (self._ids, self._docs):
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                raise write_error(error, self.path) from error
+
+    def close(self) -> None:
+        for descriptor in (self._ids, self._docs):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._ids = self._docs = -1
+
+
+def _write(descriptor: int, array: np.ndarray, path: Path) -> None:
+    data = memoryview(array).cast("B")  # type: ignore[arg-type]
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError as error:
+        raise write_error(error, path) from error
+
+
+class Work:
+    """The folder in which the token files `outputs` are written. As a context manager it holds the folder's lock.
+
+    `asked` is what the output depends on; another `asked` than the journal's is refused (ConfigMismatch).
+    """
+
+    at = (0, 0)
+    """(input, ordinal) of the first document that is not written yet."""
+    digest = ""
+    """Hash of the documents of a stream that were written; see `tokenize`."""
+    publishing: list[list[str]] | None = None
+    """The hashes of all blocks of each part, once all is written."""
+    engine: dict[str, str] | None = None
+    """The engine that the journal names, or that of `start`."""
+    committed = False
+    """Whether there is anything to go on from."""
+
+    def __init__(self, outputs: list[Path], asked: dict[str, Any], append: bool, commit_seconds: float) -> None:
+        self.outputs, self.asked, self.append, self.commit_seconds = outputs, asked, append, commit_seconds
+        self.folder = work_folder(outputs[0])
+        self.parts: list[Part] = []
+        self.inputs: dict[int, dict[str, Any]] = {}
+        self._states: list[list[int]] | None = None
+        self._lines = 0
+        self._journal: JsonLines | None = None
+        self._lock = RunLock(self.folder / "lock")
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+        self._last = time.monotonic()
+
+    def __enter__(self) -> "Work":
+        for path in (name for output in self.outputs for name in names(output)):
+            _refuse_what_is_no_file(path)
+        while True:
+            try:
+                os.mkdir(self.folder)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                raise write_error(error, self.outputs[0], "created") from error
+            try:
+                self._lock.__enter__()
+                break
+            except CannotCreate:
+                if self.folder.is_dir():
+                    raise  # else somebody who has just finished removed it
+        try:
+            self._read()
+            if not self._lines:
+                self._clear(keep=("lock",))
+            self._bases()
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        for part in self.parts:
+            if part.base and not self.committed and self.publishing is None:
+                part.cut([part.base[name] for name in ("tokens", "documents", "max_id")])
+            part.close()
+        if self._journal:
+            self._journal.close()
+            self._journal = None
+        if not self.committed:
+            self._remove()
+        self._lock.__exit__(None, None, None)
+
+    def _read(self) -> None:
+        """What the journal says, up to its last line that is whole."""
+        good, begun = 0, self.asked
+        for line in _whole_lines(self.folder / "journal"):
+            good += 1
+            if "asked" in line:
+                begun, self.engine = line["asked"], line["engine"]
+            elif "publish" in line:
+                self.publishing = line["publish"]
+            else:
+                self.at, self.digest, self._states = tuple(line["at"]), line["digest"], line["parts"]
+                self.inputs |= {int(number): record for number, record in line["inputs"].items()}
+                self.committed = True
+        # Without a line on how far it came there is nothing to go on from.
+        if self.committed:
+            self._lines = good
+            self._compare(begun)
+        else:
+            self.engine = None
+
+    def _compare(self, begun: dict[str, Any]) -> None:
+        for name in sorted(begun.keys() | self.asked.keys()):
+            if begun.get(name) != self.asked.get(name):
+                raise ConfigMismatch(
+                    f"{self.folder}: an unfinished run had {name} {begun.get(name)!r}, this one has "
+                    f"{self.asked.get(name)!r}: run the same command, or remove the folder to start over"
+                )
+
+    def _bases(self) -> None:
+        bases: list[dict[str, Any] | None] = [None] * len(self.outputs)
+        if self.append:
+            for number, path in enumerate(self.outputs):
+                copy = self.folder / f"base-{number}.json"
+                if not self._lines and os.path.lexists(manifest_path(path)):
+                    write_json(copy, read_json(manifest_path(path)))
+                bases[number] = read_json(copy) if copy.exists() else None
+        self.parts = [Part(path, self.folder, base) for path, base in zip(self.outputs, bases, strict=True)]
+        for part, state in zip(self.parts, self._states or [], strict=False):
+            part.tokens, part.documents, part.max_id = state
+
+    def start(self, engine: dict[str, str]) -> None:
+        """Opens the parts and the journal to go on, or to begin with `engine`."""
+        journal = self.folder / "journal"
+        for part in self.parts:
+            part.open()
+        self._journal = JsonLines(journal)
+        if self._lines:
+            kept = self._lines
+            self._journal.rewrite(lambda line: line.get("n", kept) < kept)
+        else:
+            fsync_folder(self.folder)
+            fsync_folder(self.folder.parent)
+            self._append({"format": FORMAT, "asked": self.asked, "engine": engine})
+        self.engine = engine
+        self._last = time.monotonic()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        assert self._journal
+        line["n"] = self._lines
+        self._journal.append(line | {"crc": _crc(line)})
+        self._journal.sync()
+        self._lines += 1
+
+    def commit_when_due(self, at: tuple[int, int], digest: str, counts: Counts) -> None:
+        """Says in the journal that everything before the document `at` is written, if it said so some time ago. The
+        disk is waited for elsewhere; what fails there is raised by a later call."""
+        self.at, self.digest = at, digest
+        if (self._pending is None or self._pending.done()) and time.monotonic() - self._last >= self.commit_seconds:
+            self._commit(counts)
+
+    def commit(self, counts: Counts) -> None:
+        """The same now, and waits until it is on the disk."""
+        self._commit(counts)
+        self._settle()
+
+    def _commit(self, counts: Counts) -> None:
+        self._settle()
+        line = {
+            "at": list(self.at),
+            "digest": self.digest,
+            "parts": [part.state() for part in self.parts],
+            "inputs": {str(file): counts.record(file) for file in sorted(counts.touched)},
+        }
+        # Now, because the counts go on changing.
+        line = json.loads(json.dumps(line))
+        counts.touched.clear()
+        self._last = time.monotonic()
+        self._pending = self._thread.submit(self._write_line, line)
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        for part in self.parts:
+            part.sync()
+        self._append(line)
+        self.committed = True
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.result()
+
+    def publish(self, counts: Counts, write: Callable[[Part, int, list[str]], None], keep_empty: bool) -> None:
+        """Gives the parts their names. `write` writes the manifest of a part, given its number and hashes. A part
+        without documents is removed, unless `keep_empty`."""
+        if self.publishing is None:
+            self.commit(counts)
+            self.publishing = [part.hashes.hexdigests() for part in self.parts]
+            self._append({"publish": self.publishing})
+        new = [part for part in self.parts if not part.base]
+        # From here on nothing vouches for old ids; the new manifests come last.
+        for part in new:
+            remove(manifest_path(part.path))
+        for part in new:
+            if part.documents or keep_empty:
+                _rename(part.docs_at, docs_path(part.path))
+                _rename(part.ids_at, part.path)
+            elif not self.append:
+                # A held-out part of an earlier run may hold documents that are trained on now.
+                for path in names(part.path):
+                    remove(path)
+        fsync_folder(self.folder.parent)
+        for number in reversed(range(len(self.parts))):
+            part = self.parts[number]
+            if part.documents or keep_empty:
+                write(part, number, self.publishing[number])
+        self.discard()
+
+    def discard(self) -> None:
+        """Leaves nothing behind when the context ends."""
+        self.committed = False
+
+    def _remove(self) -> None:
+        # Without a journal the rest is nothing that anybody goes on from.
+        remove(self.folder / "journal")
+        self._clear(keep=("lock",))
+        self._clear(keep=())
+        with suppress(OSError):
+            os.rmdir(self.folder)
+
+    def _clear(self, keep: tuple[str, ...]) -> None:
+        for path in list(self.folder.iterdir()):
+            if path.name not in keep:
+                remove(path)
+
+
+def journal_engine(output: Path) -> dict[str, str] | None:
+    """The engine with which the unfinished token file `output` was begun; None where there is none."""
+    return next((line["engine"] for line in _whole_lines(work_folder(output) / "journal")), None)
+
+
+def remove(path: Path) -> None:
+    """Raises CannotCreate, StorageFailure."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(error, path, "removed") from error
+
+
+def _rename(source: Path, path: Path) -> None:
+    """None there: an earlier attempt renamed it."""
+    try:
+        os.replace(source, path)
+    except FileNotFoundError:
+        if not path.exists():
+            raise BadData(f"{source}: is gone: remove {source.parent} and start over") from None
+    except OSError as error:
+        raise write_error(error, path) from error
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode):
+        raise write_error(OSError(errno.EISDIR, "is a folder"), path, "created")
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        raise CannotCreate(f"{path}: cannot be created: a device or pipe has this name: name a file")
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal up to the first that a power cut left torn."""
+    if not path.exists():
+        return
+    for number, line in enumerate(JsonLines.read(path)):
+        crc = line.pop("crc", None)
+        if line.get("n") != number or crc != _crc(line):
+            return
+        yield line
+
+
+def _crc(line: dict[str, Any]) -> int:
+    return zlib.crc32(json_bytes(line, indent=None))
