@@ -176,14 +176,13 @@ def step_lines(run_dir: Path, step: int) -> Iterator[Line]:
 
     from llmtrain.cli.train import configuration
     from llmtrain.corpus import tokenizer as tokenizers
-    from llmtrain.corpus.order import SampleOrder
     from llmtrain.training.plan import samples_of_run
-    from llmtrain.training.start import open_sources
+    from llmtrain.training.start import open_sources, order_of_run
 
     config = configuration({"run_dir": run_dir}, None, resume=True)
-    seq_len, per_step = config.data.seq_len, config.run.sequences_per_step
+    per_step = config.run.sequences_per_step
     sources = open_sources(config.data.tokens, config.model.vocab_size, config.data.eos_id)
-    order = SampleOrder(sources, seq_len, config.run.seed)
+    order = order_of_run(config, sources)
     begin, end = (step - 1) * per_step, min(step * per_step, samples_of_run(config, order))
     if begin >= end:
         raise UsageError(f"--step {step}: the run ends at step {-(-samples_of_run(config, order) // per_step)}")
@@ -191,7 +190,8 @@ def step_lines(run_dir: Path, step: int) -> Iterator[Line]:
     tokenizer = tokenizers.load(file) if file.exists() else None
     yield "step", f"{step} trains on samples {begin:,} to {end - 1:,}"
     for sample, s, window in zip(range(begin, end), *order.locate(np.arange(begin, end)), strict=True):
-        ids = order.sources[s].file.window(int(window), seq_len)
+        cut, one = order.cuts[s], np.array([window])
+        ids = cut.gather(one).ids[0]
         content = tokenizer.decode(ids[:EXCERPT])[:EXCERPT] if tokenizer else ids[:16].tolist()
-        where = f"{order.sources[s].name} window {window}, tokens from {int(window) * seq_len:,} on"
+        where = f"{order.sources[s].name} window {window}, tokens from {int(cut.first_tokens(one)[0]):,} on"
         yield f"{sample:,}", f"{where}: {json.dumps(content, ensure_ascii=False)}"

@@ -21,7 +21,11 @@ def command(path: Path) -> None:
 
 
 def verify_token_file(path: Path) -> None:
+    import glob
+
     from tqdm import tqdm
+
+    from llmtrain.corpus.packing import open_packed
 
     file = open_token_file(path)
     size = file.ids.nbytes
@@ -31,6 +35,11 @@ def verify_token_file(path: Path) -> None:
             bar.update(done)
     parts = "ids, manifest and document index" if file.doc_ends is not None else "ids and manifest"
     click.echo(f"{path}: {parts} are sound: {file.tokens:,} tokens, {file.documents:,} documents, {in_bytes(size)}")
+    for name in sorted(path.parent.glob(f"{glob.escape(path.name)}.pack-*")):
+        seq_len = name.name.rpartition("-")[2]
+        if seq_len.isdecimal():
+            size = open_packed(file, int(seq_len)).verify()
+            click.echo(f"{name}: the packed windows are sound: {in_bytes(size)}")
 
 
 def verify_checkpoint(folder: Path) -> None:

@@ -6,7 +6,9 @@ The one module of this room that knows torch.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,11 +17,14 @@ import torch
 
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
-from llmtrain.storage.errors import UsageError
+from llmtrain.corpus.windows import Cut
+from llmtrain.storage.errors import LlmtrainError, UsageError
 
 IGNORED = -100
 LOCATE_ROWS = 4096
-"""Samples located, and read ahead from disk, at a time: the permutation is cheap only for many at once."""
+"""Samples located at a time: the permutation is cheap only for many at once."""
+AHEAD_TOKENS = 1 << 22
+"""How far ahead of the batches the disk is asked for windows: some seconds of a fast card."""
 FILL_TOKENS = 65536
 """Small micro-batches are filled together up to this many tokens, for the same reason."""
 
@@ -73,19 +78,26 @@ def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_m
     tokens = np.zeros((rows, seq_len + 1), np.uint16)
     starts = [np.arange(rows) * seq_len]
     ends = []
+    padding = []
     for s in range(len(order.sources)):
         mine = np.flatnonzero(source == s)
         if mine.size:
-            file = order.sources[s].file
-            tokens[mine] = gathered = file.gather(window[mine], seq_len)
-            row, column = file.borders(window[mine], gathered)
-            border = mine[row] * seq_len + column
+            gathered = order.cuts[s].gather(window[mine])
+            tokens[mine] = gathered.ids
+            border = mine[gathered.rows] * seq_len + gathered.columns
             ends.append(border - 1)  # flat position of a document's last token
-            starts.append(border[column < seq_len])
+            starts.append(border[gathered.columns < seq_len])
+            if gathered.ends is not None:
+                short = np.flatnonzero(gathered.ends <= seq_len)
+                last, row_end = mine[short] * seq_len + gathered.ends[short] - 1, (mine[short] + 1) * seq_len
+                padding.append(_ranges(last, row_end))
+                starts.append(last[last + 1 < row_end] + 1)
     ids, targets, doc_start = batch.ids.numpy(), batch.targets.numpy(), batch.doc_start.numpy()
     ids[:] = tokens[:, :-1]
     targets[:] = tokens[:, 1:]
     targets[source < 0] = IGNORED
+    if padding:  # what follows a row's last document is not to be predicted
+        targets.reshape(-1)[np.concatenate(padding)] = IGNORED
     if document_mask and ends:
         targets.reshape(-1)[np.concatenate(ends)] = IGNORED
     begin = np.sort(np.concatenate(starts))  # flat position of each run of one document
@@ -95,6 +107,12 @@ def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_m
         length, begin = np.full(rows, seq_len), np.arange(rows) * seq_len
     pairs = np.add.reduceat(length * (length + 1) // 2, np.searchsorted(begin, np.arange(rows) * seq_len))
     return np.where(source < 0, 0, pairs)
+
+
+def _ranges(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The numbers of all ranges [begin, end), one range after the other."""
+    lengths = ends - begins
+    return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def _rows(batch: Batch, begin: int, end: int, sequences: int, pairs: int = 0) -> Batch:
@@ -176,6 +194,11 @@ class _Filled:
     pinned: _Pinned | None
 
 
+def _read_index_ahead(cut: Cut) -> None:
+    with suppress(LlmtrainError, OSError):  # whoever reads the index says what is wrong with it
+        cut.read_index_ahead()
+
+
 class BatchStream:
     """The batches of samples `start` to `stop`, in order, on `device`, made in advance by a thread.
 
@@ -232,24 +255,38 @@ class BatchStream:
             yield np.concatenate(groups)
 
     def _located(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(source, window) of the rows of each fill, asked for from disk some 4,096 rows before they are needed."""
+        """(source, window) of the rows of each fill, a good many at a time."""
         fills = self._fills()
-        ahead: list[tuple[np.ndarray, np.ndarray]] = []
         at_once = 1  # the first batch waits for no other
         while chunk := list(islice(fills, at_once)):
             source, window = _locate(self._order, np.concatenate(chunk))
-            for s in range(len(self._order.sources)):
-                self._order.sources[s].file.read_ahead(window[source == s], self._order.seq_len)
-            yield from ahead
             cuts = np.cumsum([len(samples) for samples in chunk])[:-1]
-            ahead = list(zip(np.split(source, cuts), np.split(window, cuts), strict=True))
+            yield from zip(np.split(source, cuts), np.split(window, cuts), strict=True)
             at_once = max(1, LOCATE_ROWS // len(chunk[0]))
+            for cut in self._order.cuts:
+                cut.release()
+
+    def _read_ahead(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """What `_located` gives, each asked for from disk AHEAD_TOKENS before it is handed on. The distance grows by
+        one fill for each that is handed on: the first ones come at once and the disk is never asked for much."""
+        ahead: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        most = max(1, AHEAD_TOKENS // (self._batch_size * self._per_fill * self._order.seq_len))
+        grow = False
+        for source, window in self._located():
+            for s, cut in enumerate(self._order.cuts):
+                cut.read_ahead(window[source == s])
+            ahead.append((source, window))
+            if len(ahead) > most or not grow:
+                yield ahead.popleft()
+            grow = not grow
         yield from ahead
 
     def _work(self) -> None:
         """The thread: fills one free buffer after the other until the samples end, it fails, or it is closed."""
+        for cut in self._order.cuts:
+            threading.Thread(target=_read_index_ahead, args=(cut,), daemon=True).start()
         try:
-            for source, window in self._located():
+            for source, window in self._read_ahead():
                 pinned = self._free.get()
                 if self._closed.is_set():
                     return

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.windows import Concat, Cut
 from llmtrain.storage.errors import BadData, UsageError
 
 BLOCK = 1000
@@ -83,6 +84,8 @@ class Source:
     """Its share of the samples, relative to the other sources' weights."""
     budget: int | None = None
     """Tokens that a run takes of it, where that was said in the place of a weight."""
+    cut: Cut | None = None
+    """How it is cut into windows; None: out of the stream."""
 
 
 class SourceSpec(NamedTuple):
@@ -172,7 +175,9 @@ class SampleOrder:
         self.sources = tuple(sources)
         self.seq_len = seq_len
         self.seed = seed
-        self.windows = np.array([source.file.windows(seq_len) for source in self.sources], np.int64)
+        self.cuts = [source.cut or Concat(source.file, seq_len) for source in self.sources]
+        assert all(cut.seq_len == seq_len for cut in self.cuts)
+        self.windows = np.array([cut.windows for cut in self.cuts], np.int64)
         for source, windows in zip(self.sources, self.windows, strict=True):
             if windows == 0:
                 raise BadData(

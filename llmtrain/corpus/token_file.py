@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -173,14 +174,22 @@ def _size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def _mapping(array: np.memmap) -> mmap.mmap:
+def advise(descriptor: int, begin: int, nbytes: int) -> None:
+    """Asks the system to bring bytes of a file, 0: all behind `begin`, into the page cache. The thread that asks may
+    wait for the disk's queue, no other does (mmap.madvise would hold them all)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def mapping_of(array: np.memmap) -> mmap.mmap:
+    """What an array is mapped by."""
     assert isinstance(array.base, mmap.mmap)
     return array.base
 
 
 def _check_length(path: Path, array: np.memmap) -> None:
     """Raises BadData for a mapped file that became shorter: reading the lost part would kill the process (SIGBUS)."""
-    size = _mapping(array).size()
+    size = mapping_of(array).size()
     if size < array.offset + array.nbytes:
         raise BadData(f"{path}: was truncated to {size:,} bytes while in use: make the token file anew")
 
@@ -221,7 +230,9 @@ class TokenFile:
         self.eos_id: int | None = manifest["eos_id"] if manifest else eos_id
         self._flat = np.asarray(ids)  # slices of a np.memmap cost microseconds more than those of an array
         # Windows are read in random order: without this each page fault reads 128 KiB around a window of 2.
-        _mapping(ids).madvise(mmap.MADV_RANDOM)
+        mapping_of(ids).madvise(mmap.MADV_RANDOM)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
 
     @classmethod
     def open(
@@ -320,11 +331,53 @@ class TokenFile:
         ids = table[windows]
         if ids.size and int(ids.max()) >= self.vocab_size:
             row, column = divmod(int(np.argmax(ids >= self.vocab_size)), seq_len + 1)
-            raise BadData(
-                f"{self.path}: id {ids[row, column]} at token {int(windows[row]) * seq_len + column:,} is beyond the "
-                f"vocabulary of {self.vocab_size}: " + ("make it anew" if self.manifest else "check --vocab-size")
-            )
+            raise self._beyond(int(windows[row]) * seq_len + column)
         return ids
+
+    def copy_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
+        """Copies the ids of pieces (N,), `begins` and `lengths` in tokens of the file, to the places `at` (N,), which
+        rise, of `out` (M,) uint16. Raises BadData as `gather`."""
+        _check_length(self.path, self.ids)
+        for to, begin, length in zip(at.tolist(), begins.tolist(), lengths.tolist(), strict=True):
+            out[to : to + length] = self._flat[begin : begin + length]
+        if out.size and int(out.max()) >= self.vocab_size:
+            place = int(np.argmax(out >= self.vocab_size))
+            piece = int(np.searchsorted(at, place, side="right")) - 1
+            raise self._beyond(int(begins[piece]) + place - int(at[piece]))
+
+    def _beyond(self, token: int) -> BadData:
+        return BadData(
+            f"{self.path}: id {self.ids[token]} at token {token:,} is beyond the vocabulary of {self.vocab_size}: "
+            + ("make it anew" if self.manifest else "check --vocab-size")
+        )
+
+    def ends_of_documents(self) -> Iterator[np.ndarray]:
+        """The end of each document in tokens, int64, a good many at a time: from the index where there is one, else
+        from the EOS ids, for which the whole file is read. Ids behind the last EOS are a document too."""
+        if self.doc_ends is not None:
+            for first in range(0, self.doc_ends.size, 1 << 20):
+                yield np.asarray(self.doc_ends[first : first + (1 << 20)]).astype(np.int64)
+                self.release()
+            return
+        end = 0
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.ids.offset)
+            for begin in range(0, self.tokens, BLOCK_BYTES // 2):
+                ids = np.fromfile(file, "<u2", min(BLOCK_BYTES // 2, self.tokens - begin))
+                ends = np.flatnonzero(ids == self.eos_id) + (begin + 1)
+                end = int(ends[-1]) if ends.size else end
+                yield ends
+        if end < self.tokens:
+            yield np.array([self.tokens])
+
+    def content_sha256(self) -> str:
+        """What tells its content from another's, without reading it all: of the hashes in the manifest; without one, of
+        the first and last MiB of ids."""
+        if self.manifest is not None:
+            return hashlib.sha256("".join(self.manifest["sha256"]).encode()).hexdigest()
+        digest = hashlib.sha256(self.ids[: 1 << 19].tobytes())
+        digest.update(self.ids[-(1 << 19) :].tobytes())
+        return digest.hexdigest()
 
     def borders(self, windows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where documents begin in gathered windows: windows (N,), ids (N, T + 1) -> rows (M,), columns (M,), int64.
@@ -352,12 +405,22 @@ class TokenFile:
         none = np.zeros(0, np.int64)
         return none, none
 
-    def read_ahead(self, windows: np.ndarray, seq_len: int) -> None:
-        """Asks the system to bring `windows` into the page cache; does not wait."""
-        mapping = _mapping(self.ids)
-        for begin in (windows * (2 * seq_len) + self.ids.offset).tolist():
-            aligned = begin - begin % mmap.PAGESIZE
-            mapping.madvise(mmap.MADV_WILLNEED, aligned, begin - aligned + 2 * (seq_len + 1))
+    def read_ahead(self, begins: np.ndarray, lengths: np.ndarray) -> None:
+        """Asks the system to bring pieces (N,), in tokens, into the page cache."""
+        for begin, length in zip((2 * begins + self.ids.offset).tolist(), (2 * lengths).tolist(), strict=True):
+            advise(self._descriptor, begin, length)
+
+    def read_index_ahead(self) -> None:
+        """The same for the document index, as a whole."""
+        if isinstance(self.doc_ends, np.memmap):
+            with open_file(docs_path(self.path)) as file:
+                advise(file.fileno(), 0, 0)
+
+    def release(self) -> None:
+        """Lets go of the mapped pages that were read: they stay in the page cache, but are no longer this process'."""
+        mapping_of(self.ids).madvise(mmap.MADV_DONTNEED)
+        if isinstance(self.doc_ends, np.memmap):
+            mapping_of(self.doc_ends).madvise(mmap.MADV_DONTNEED)
 
     def verify(self) -> Iterator[int]:
         """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.

@@ -34,6 +34,9 @@ class DataConfig:
     """Token file to train on; repeat it to mix several by weight (:0.7) or by how many tokens to take (:2.5B)."""
     seq_len: int = field(default=1024, metadata=DEFINES)
     """Length of a sample, in tokens."""
+    packing: Literal["concat", "documents"] = field(default="concat", metadata=DEFINES)
+    """How samples are cut: out of the stream, or filled with whole documents, best fit, by an index that is made once
+    beside the token file."""
     document_mask: bool = field(default=False, metadata=DEFINES)
     """Attention within documents; the target behind a document's end is then ignored."""
     eos_id: int | None = field(default=None, metadata=DEFINES)

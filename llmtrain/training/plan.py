@@ -10,6 +10,7 @@ import torch
 
 from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder
+from llmtrain.corpus.packing import Packed
 from llmtrain.kernels.attention import Backend
 from llmtrain.model.flops import (
     causal_pairs,
@@ -227,6 +228,13 @@ def corpus_lines(order: SampleOrder, total_samples: int) -> list[str]:
         if epochs > MOST_EPOCHS:
             line += f", MORE THAN {MOST_EPOCHS}, AFTER WHICH A REPETITION TEACHES LITTLE: add text or lower its share"
         lines.append(f"{line} ({source.file.path})")
+        if isinstance(source.cut, Packed):
+            header = source.cut.header
+            lines.append(
+                f"packing     {source.name}: {header['windows']:,} windows of whole documents, "
+                f"{header['padding'] / (header['windows'] * (order.seq_len + 1)):.2%} padding, "
+                f"{header['split'] / header['documents']:.2%} of {header['documents']:,} documents split"
+            )
     return lines
 
 

@@ -1,7 +1,6 @@
 """From a configuration to a run that is ready for its next step, or one line that says why not."""
 
 import dataclasses
-import hashlib
 import os
 import platform
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from llmtrain import __version__
 from llmtrain.corpus.batches import check_document_mask
 from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, parse_sources
+from llmtrain.corpus.packing import Packed, open_or_build
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend, training_backend
@@ -84,6 +84,13 @@ def open_sources(specs: tuple[str, ...], vocab_size: int, eos_id: int | None) ->
     ]
 
 
+def order_of_run(config: TrainConfig, sources: list[Source]) -> SampleOrder:
+    """The samples of a run. Packs its token files into windows where it asks for that and none are there."""
+    if config.data.packing == "documents":
+        sources = [dataclasses.replace(s, cut=open_or_build(s.file, config.data.seq_len)) for s in sources]
+    return SampleOrder(sources, config.data.seq_len, config.run.seed)
+
+
 def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
     """Fills in what the corpus decides: the vocabulary and the longest context."""
     made_by = {s.file.manifest["tokenizer"]["sha256"]: s for s in sources if s.file.manifest}
@@ -111,20 +118,12 @@ def corpus_identity(sources: list[Source]) -> list[dict[str, Any]]:
             "weight": s.weight,
             **({} if s.budget is None else {"budget": s.budget}),
             "tokens": s.file.tokens,
-            "sha256": _content_hash(s.file),
+            "sha256": s.file.content_sha256(),
+            **({"packed_sha256": s.cut.header["sha256"]} if isinstance(s.cut, Packed) else {}),
             "tokenizer": s.file.manifest["tokenizer"]["sha256"] if s.file.manifest else None,
         }
         for s in sources
     ]
-
-
-def _content_hash(file: TokenFile) -> str:
-    """Of the hashes in the manifest; without one, of the first and last MiB of ids."""
-    if file.manifest is not None:
-        return hashlib.sha256("".join(file.manifest["sha256"]).encode()).hexdigest()
-    digest = hashlib.sha256(file.ids[: 1 << 19].tobytes())
-    digest.update(file.ids[-(1 << 19) :].tobytes())
-    return digest.hexdigest()
 
 
 def environment(device: torch.device, attention: str) -> dict[str, Any]:
@@ -197,7 +196,7 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Sou
     vocab_size, eos_id = config.model.vocab_size, config.data.eos_id
     sources = open_sources(config.data.tokens, vocab_size, eos_id)
     config = resolve(config, sources)
-    order = SampleOrder(sources, config.data.seq_len, config.run.seed)
+    order = order_of_run(config, sources)
     if config.data.document_mask:
         check_document_mask(order)
     validation = open_sources(config.data.val_tokens, vocab_size, eos_id) if config.data.val_tokens else []

@@ -2,7 +2,8 @@ import shutil
 
 import pytest
 
-from llmtrain.corpus.token_file import docs_path, manifest_path
+from llmtrain.corpus.packing import build
+from llmtrain.corpus.token_file import TokenFile, docs_path, manifest_path
 from tests.cli.test_inspect import make_run, outcome
 from tests.corpus.files import some_documents, write_documents, write_ids
 from tests.corpus.test_token_file import flip
@@ -18,6 +19,11 @@ def test_a_sound_token_file_passes_and_a_flipped_bit_is_named(tmp_path, capsys):
         assert code == 65 and f"error: {damaged}" in out
         flip(damaged, offset)
     assert outcome(capsys, "verify", path)[0] == 0
+    packed = build(TokenFile.open(path), 32)
+    assert "a.u16.pack-32: the packed windows are sound" in outcome(capsys, "verify", path)[1]
+    flip(packed, 4097)
+    code, out = outcome(capsys, "verify", path)
+    assert code == 65 and f"error: {packed}" in out
 
 
 def test_a_flat_file_has_nothing_to_verify_against(tmp_path, capsys):

@@ -54,7 +54,7 @@ def test_the_same_documents_give_the_same_batches_from_every_form(tmp_path, caps
     for form, path in files.items():
         file = TokenFile.open(path, 512, eos_id=EOS)
         assert (file.form, file.tokens, file.manifest) == (form.strip(), len(IDS), None)
-        file.read_ahead(samples, 16)
+        file.read_ahead(samples * 16, np.full(len(samples), 17))
         found = assemble(SampleOrder([Source("s", file, 1.0)], 16, 0), samples, document_mask=True)
         for part in ("ids", "targets", "doc_start"):
             assert np.array_equal(getattr(found, part), getattr(expected, part)), form

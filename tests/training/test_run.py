@@ -88,13 +88,19 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(k: int, corpus, undistu
     assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
 
 
-def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(corpus, undisturbed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(
+    packing, corpus, undisturbed, tmp_path, monkeypatch, capsys
+):
     def settings(name: str) -> TrainConfig:
         of_run = config(corpus, tmp_path / name)
-        return replace(of_run, data=replace(of_run.data, document_mask=True, val_tokens=(str(corpus),)))
+        data = replace(of_run.data, document_mask=True, packing=packing, val_tokens=(str(corpus),))
+        return replace(of_run, data=data)
 
     monkeypatch.setattr(run.start, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
     run.train(settings("whole"), resume=False)
+    out = capsys.readouterr().out
+    assert ("windows of whole documents" in out) == (packing == "documents") and "; within documents, " in out
     with monkeypatch.context() as patched, pytest.raises(StopRequested):
         stop_at(patched, 7)
         run.train(settings("run"), resume=False)
@@ -107,7 +113,7 @@ def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(corpus, undis
     flops = flops_per_token(replace(settings("run").model, vocab_size=96), 16, batches.pairs / 96)
     first = lines(tmp_path / "run", "train")[0]
     assert first["tflops"] == pytest.approx(first["tok_per_s"] * flops / 1e12)
-    with pytest.raises(ConfigMismatch, match="document_mask is True in"):
+    with pytest.raises(ConfigMismatch, match="(packing is documents|document_mask is True) in"):
         run.train(config(corpus, tmp_path / "run"), resume=True)
 
 

@@ -1,0 +1,306 @@
+"""Windows filled with whole documents, best fit: the index `X.u16.pack-SEQLEN` beside a token file.
+
+    4096 bytes   JSON: counts, the hash of the token file's content, those of the three parts, and its own
+    u64          the token where each piece begins
+    u32          the length of each piece in tokens
+    u64          the end of each window in pieces
+
+A piece is a document, or a part of one that is longer than a window of `seq_len` + 1 tokens. Such a document gives
+whole windows first, which share a token with their neighbours, and its rest is packed like a document. What is left of
+a window is padding. Documents are packed some hundred thousand windows' worth at a time, so memory does not grow with
+the file, and which ones share a window depends on nothing but their lengths.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+import numpy as np
+from tqdm import tqdm
+
+from llmtrain.corpus.token_file import TokenFile, advise, mapping_of
+from llmtrain.corpus.windows import Gathered
+from llmtrain.storage.atomic import AtomicFile, atomic_file
+from llmtrain.storage.errors import BadData, LlmtrainError, UsageError, read_error, write_error
+from llmtrain.storage.manifest import seal
+from llmtrain.storage.reading import open_file
+
+FORMAT = 1
+HEADER = 4096
+CHUNK_DOCUMENTS = 1 << 20
+CHUNK_WINDOWS = 1 << 18
+"""Documents, and windows' worth of tokens, that are packed together. Part of the format: others give other windows."""
+
+
+def pack_path(path: str | os.PathLike[str], seq_len: int) -> Path:
+    """Where the packed windows of the token file `path` are."""
+    return Path(f"{os.fspath(path)}.pack-{seq_len}")
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Best-fit decreasing: lengths (N,) int64 that never rise, each from 1 to `capacity` -> the bin of each (N,) int64,
+    bins numbered from 0 as they are opened.
+
+    Each goes into the fullest bin that has room for it. Items of a length meet bins of a room as groups, so the work
+    grows with the number of different lengths and not with N.
+    """
+    bins = np.empty(len(lengths), np.int64)
+    by_room: dict[int, list[np.ndarray]] = {}
+    rooms = 0  # bit r: some bin has room r
+
+    def put(room: int, some: np.ndarray) -> None:
+        nonlocal rooms
+        if some.size and room:
+            by_room.setdefault(room, []).append(some)
+            rooms |= 1 << room
+
+    opened = 0
+    borders = np.flatnonzero(np.diff(lengths)) + 1
+    for begin, end in zip([0, *borders.tolist()], [*borders.tolist(), len(lengths)], strict=True):
+        length = int(lengths[begin]) if len(lengths) else 0
+        while begin < end:
+            fitting = rooms >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                some = np.concatenate(by_room.pop(room))
+                rooms &= ~(1 << room)
+            else:
+                room = capacity
+                some = np.arange(opened, opened + -(-(end - begin) // (capacity // length)))
+                opened += some.size
+            fit = room // length  # the fullest bin stays the fullest while it has room
+            used = min(some.size, -(-(end - begin) // fit))
+            put(room, some[used:])
+            taken = min(end - begin, used * fit)
+            bins[begin : begin + taken] = np.repeat(some[:used], fit)[:taken]
+            whole, part = divmod(taken, fit)
+            put(room - fit * length, some[:whole])
+            if part:
+                put(room - part * length, some[whole:used])
+            begin += taken
+    return bins
+
+
+def _pieces(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Documents (N,) -> the start, length and window, from 0, of each piece, by window and start; all int64."""
+    targets = np.maximum(ends - begins - 1, 0)
+    whole, rest = np.divmod(targets, seq_len)
+    document = np.repeat(np.arange(len(begins)), whole)
+    turn = np.arange(document.size) - np.repeat(np.cumsum(whole) - whole, whole)
+    full = begins[document] + turn * seq_len
+    rests = np.flatnonzero(rest)
+    rests = rests[np.argsort(-rest[rests], kind="stable")]
+    starts = begins[rests] + whole[rests] * seq_len
+    lengths = rest[rests] + 1
+    window = best_fit(lengths, seq_len + 1)
+    order = np.lexsort((starts, window))
+    return (
+        np.concatenate([full, starts[order]]),
+        np.concatenate([np.full(full.size, seq_len + 1), lengths[order]]),
+        np.concatenate([np.arange(full.size), full.size + window[order]]),
+    )
+
+
+def _chunks(file: TokenFile, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(begins, ends) in tokens, int64, of the documents of each chunk; the same however their ends come."""
+    most = CHUNK_WINDOWS * (seq_len + 1)
+    begin, ends = 0, np.zeros(0, np.int64)
+    blocks = file.ends_of_documents()
+    block = next(blocks, None)
+    while block is not None or ends.size:
+        while block is not None and (ends.size < CHUNK_DOCUMENTS and (not ends.size or ends[-1] < begin + most)):
+            ends = np.concatenate([ends, block])
+            block = next(blocks, None)
+        count = max(1, min(CHUNK_DOCUMENTS, int(np.searchsorted(ends, begin + most, side="right"))))
+        chunk, ends = ends[:count], ends[count:]
+        yield np.append(begin, chunk[:-1]), chunk
+        begin = int(chunk[-1])
+
+
+def build(file: TokenFile, seq_len: int) -> Path:
+    """Writes the packed windows of `file`, whole or not at all. Equal token files give equal bytes.
+
+    Raises UsageError where documents' ends are not known, BadData where they do not rise, CannotCreate, StorageFailure.
+    """
+    final = pack_path(file.path, seq_len)
+    if not file.has_borders:
+        raise UsageError(
+            f"{file.path}: does not say where documents end: give --eos-id, or leave --packing documents out"
+        )
+    bar = tqdm(total=file.tokens, unit="token", unit_scale=True, disable=None, desc=f"packing {file.path.name}")
+    with bar, atomic_file(final) as out:
+        try:
+            _write(file, seq_len, out, bar)
+        except OSError as error:
+            raise write_error(error, final) from error
+    return final
+
+
+def _write(file: TokenFile, seq_len: int, out: AtomicFile, bar: tqdm) -> None:
+    counts = {"windows": 0, "pieces": 0, "documents": 0, "split": 0, "padding": 0}
+    digests = {part: hashlib.sha256() for part in ("starts", "lengths", "ends")}
+    folder = file.path.absolute().parent
+    with TemporaryFile(dir=folder) as lengths_file, TemporaryFile(dir=folder) as ends_file:
+        parts: dict[str, BinaryIO] = {"starts": out, "lengths": lengths_file, "ends": ends_file}
+
+        def write(part: str, data: np.ndarray) -> None:
+            digests[part].update(data.data)
+            parts[part].write(data.data)
+
+        out.write(bytes(HEADER))
+        for begins, ends in _chunks(file, seq_len):
+            if np.any(ends < begins) or ends[-1] > file.tokens:
+                raise BadData(f"{file.path}: its document index is damaged: make the token file anew")
+            starts, lengths, window = _pieces(begins, ends, seq_len)
+            windows = int(window.max()) + 1 if window.size else 0
+            write("starts", starts.astype("<u8"))
+            write("lengths", lengths.astype("<u4"))
+            write("ends", (counts["pieces"] + np.cumsum(np.bincount(window, minlength=windows))).astype("<u8"))
+            counts["documents"] += len(ends)
+            counts["split"] += int(np.count_nonzero(ends - begins > seq_len + 1))
+            counts["padding"] += windows * (seq_len + 1) - int(lengths.sum())
+            counts["windows"] += windows
+            counts["pieces"] += len(starts)
+            bar.update(int(ends[-1] - begins[0]))
+        if counts["pieces"] % 2:
+            lengths_file.write(bytes(4))  # so that the ends lie at whole eights
+        for part in (lengths_file, ends_file):
+            part.seek(0)
+            shutil.copyfileobj(part, out, 1 << 20)
+    header = {
+        "format": FORMAT,
+        "seq_len": seq_len,
+        "tokens": file.tokens,
+        "token_file_sha256": file.content_sha256(),
+        **counts,
+        "parts_sha256": {part: digest.hexdigest() for part, digest in digests.items()},
+    }
+    out.seek(0)
+    text = json.dumps(seal(header), indent=1).encode()
+    assert len(text) < HEADER
+    out.write(text.ljust(HEADER - 1) + b"\n")
+
+
+class Packed:
+    """Packed windows of a token file, a `windows.Cut`.
+
+    header     what the index says of itself: windows, pieces, documents, split (documents), padding (tokens), ...
+    """
+
+    def __init__(self, file: TokenFile, header: dict[str, Any], path: Path) -> None:
+        self.file = file
+        self.path = path
+        self.header = header
+        self.seq_len: int = header["seq_len"]
+        self.windows: int = header["windows"]
+        pieces = header["pieces"]
+        lengths_at = HEADER + 8 * pieces
+        self._starts = _map(path, "<u8", HEADER, pieces)
+        self._lengths = _map(path, "<u4", lengths_at, pieces)
+        self._ends = _map(path, "<u8", lengths_at + 4 * (pieces + pieces % 2), self.windows)
+
+    def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """windows (N,) -> row, start and length of each of their pieces, int64."""
+        last = np.asarray(self._ends[windows]).astype(np.int64)
+        first = np.where(windows > 0, self._ends[np.maximum(windows - 1, 0)].astype(np.int64), 0)
+        counts = last - first
+        if np.any(counts < 0) or np.any(last > self._starts.size):
+            raise self._damaged()
+        rows = np.repeat(np.arange(len(windows)), counts)
+        which = np.arange(rows.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        starts, lengths = self._starts[which].astype(np.int64), self._lengths[which].astype(np.int64)
+        return rows, np.asarray(starts), np.asarray(lengths)
+
+    def _damaged(self) -> BadData:
+        return BadData(f"{self.path}: is damaged: remove it, and train makes it anew")
+
+    def gather(self, windows: np.ndarray) -> Gathered:
+        width = self.seq_len + 1
+        rows, starts, lengths = self._pieces(windows)
+        before = np.cumsum(lengths) - lengths
+        new_row = np.flatnonzero(np.diff(rows, prepend=-1))
+        columns = before - np.repeat(before[new_row], np.diff(np.append(new_row, rows.size)))
+        ends = np.bincount(rows, lengths, minlength=len(windows)).astype(np.int64)
+        if np.any(starts + lengths > self.file.tokens) or np.any(starts < 0) or np.any(ends > width):
+            raise self._damaged()
+        ids = np.zeros((len(windows), width), np.uint16)
+        self.file.copy_pieces(ids.reshape(-1), rows * width + columns, starts, lengths)
+        behind = np.flatnonzero(columns)
+        return Gathered(ids, rows[behind], columns[behind], ends)
+
+    def first_tokens(self, windows: np.ndarray) -> np.ndarray:
+        rows, starts, _ = self._pieces(windows)
+        return starts[np.flatnonzero(np.diff(rows, prepend=-1))]
+
+    def read_ahead(self, windows: np.ndarray) -> None:
+        _, starts, lengths = self._pieces(windows)
+        self.file.read_ahead(starts, lengths)
+
+    def read_index_ahead(self) -> None:
+        with open_file(self.path) as raw:
+            advise(raw.fileno(), 0, 0)
+
+    def release(self) -> None:
+        self.file.release()
+        for array in (self._starts, self._lengths, self._ends):
+            mapping_of(array).madvise(mmap.MADV_DONTNEED)
+
+    def verify(self) -> int:
+        """Reads it all and compares with its header; the bytes read. Raises BadData where they differ."""
+        parts = {"starts": self._starts, "lengths": self._lengths, "ends": self._ends}
+        for name, part in parts.items():
+            digest = hashlib.sha256()
+            for begin in range(0, part.size, 1 << 22):
+                digest.update(np.asarray(part[begin : begin + (1 << 22)]).data)
+            if digest.hexdigest() != self.header["parts_sha256"][name]:
+                raise self._damaged()
+        return sum(part.nbytes for part in parts.values())
+
+
+def _map(path: Path, dtype: str, offset: int, size: int) -> np.memmap:
+    try:
+        return np.memmap(path, dtype, "r", offset, (size,))
+    except OSError as error:
+        raise read_error(error, path) from error
+
+
+def open_packed(file: TokenFile, seq_len: int) -> Packed:
+    """The packed windows of `file`. Raises InputMissing, StorageFailure, and BadData for an index that is damaged or is
+    not of this file as it is now."""
+    path = pack_path(file.path, seq_len)
+    try:
+        with open_file(path) as raw:
+            data, size = raw.read(HEADER), os.fstat(raw.fileno()).st_size
+    except OSError as error:
+        raise read_error(error, path) from error
+    bad = BadData(f"{path}: is no index of packed windows, or damaged: remove it, and train makes it anew")
+    try:
+        header = json.loads(data)
+        body = {name: value for name, value in header.items() if name != "sha256"}
+        if seal(body) != header or header["format"] != FORMAT or header["seq_len"] != seq_len:
+            raise bad
+    except (ValueError, AttributeError, KeyError, AssertionError):
+        raise bad from None
+    pieces, windows = header["pieces"], header["windows"]
+    if windows < 1:
+        raise BadData(f"{file.path}: none of its documents has two tokens: there is nothing to pack")
+    if size != HEADER + 8 * pieces + 4 * (pieces + pieces % 2) + 8 * windows:
+        raise bad
+    if (header["tokens"], header["token_file_sha256"]) != (file.tokens, file.content_sha256()):
+        raise BadData(f"{path}: was made of another {file.path.name}: remove it, and train makes it anew")
+    return Packed(file, header, path)
+
+
+def open_or_build(file: TokenFile, seq_len: int) -> Packed:
+    """The packed windows of `file`, made where there are none that fit it. Raises as `build`."""
+    try:
+        return open_packed(file, seq_len)
+    except LlmtrainError:
+        build(file, seq_len)
+        return open_packed(file, seq_len)
