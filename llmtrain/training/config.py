@@ -66,11 +66,15 @@ class OptimizerConfig:
     grad_clip: float = field(default=1.0, metadata=DEFINES)
     """Largest norm of the mean gradient; 0: no clipping."""
     max_bad_steps: int = 20
-    """Updates in a row that may be skipped; one more stops the run. Skipping leaves the weights as they are, so only
-    other data can end such a row: were every second step bad by its data, 20 in a row would come once in a million."""
+    """Updates in a row that may be skipped, for whichever reason; one more stops the run. Skipping leaves the weights
+    as they are, so only other data can end such a row: were every second step bad by its data, 20 in a row would come
+    once in a million."""
+    skip_spikes: float = 0.0
+    """Skip an update whose loss or gradient norm is this many standard deviations above the mean of the last 128 that
+    were applied; 6 is a usual choice, 0: skip none. A run that is resumed may be given it."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "learning_rate", "weight_decay", "adam_eps", "grad_clip", "max_bad_steps")
+        _at_least(self, 0, "learning_rate", "weight_decay", "adam_eps", "grad_clip", "max_bad_steps", "skip_spikes")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")

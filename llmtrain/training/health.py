@@ -24,7 +24,7 @@ class Health:
         self._run, self._plan, self._optimizer = run, plan, run.step.optimizer
         # A run that is shorter than the row it may have has to apply something too.
         self._patience = min(run.config.optimizer.max_bad_steps, plan.total_steps - 1)
-        self._skipped = int(self._optimizer.skipped)
+        self._skipped, self._spikes = int(self._optimizer.skipped), self._spikes_so_far()
         self.in_a_row = int(self._optimizer.in_a_row)
         """Updates skipped in a row up to the last look."""
 
@@ -35,10 +35,13 @@ class Health:
         not finite.
         """
         _, skipped, self.in_a_row = self._optimizer.tally.tolist()
+        spikes_before, self._spikes = self._spikes, self._spikes_so_far()
         new, self._skipped = skipped - self._skipped, skipped
+        spikes = self._spikes - spikes_before
         if self.in_a_row > self._patience:
             text, fields = self._row()
-            raise self._diverged(f"the last {self.in_a_row} updates were skipped; {text}", fields["first"])
+            many = f"more than {self._patience} updates in a row were skipped (--max-bad-steps)"
+            raise self._diverged(f"{many}; {text}", fields["first"])
         if weights:
             moments = {name: getattr(self._optimizer, name) for name in MOMENTS}
             for name, buffer in {"weight": self._run.step.flat.master, **moments}.items():
@@ -49,7 +52,12 @@ class Health:
         if not new:
             return "", {}
         text, fields = self._row()
-        return f"{new} update{'s were' if new > 1 else ' was'} skipped; {text}", {"skipped": new, **fields}
+        of_them = f", {spikes} as {'spikes' if spikes > 1 else 'a spike'}" if spikes else ""
+        text = f"{new} update{'s were' if new > 1 else ' was'} skipped{of_them}; {text}"
+        return text, {"skipped": new, "spikes": spikes, **fields}
+
+    def _spikes_so_far(self) -> int:
+        return int(self._optimizer.spikes.total) if self._optimizer.spikes else 0
 
     def _row(self) -> tuple[str, dict[str, Any]]:
         """The step that the last row of skipped ones began with, and which samples it saw."""

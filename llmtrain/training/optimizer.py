@@ -12,6 +12,7 @@ from torch import Tensor
 from llmtrain.kernels.adamw import adamw_step
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters
+from llmtrain.training.spikes import SpikeRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -19,9 +20,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW:
     """Moments are flat FP32 buffers beside the masters.
 
-    A step whose losses or gradient are not finite is skipped: weights, moments and Adam's count stay, and it is
-    counted. After more than `max_bad_steps` of them in a row nothing is applied any more, so that what the run ends
-    with does not depend on when the host looks.
+    A step whose losses or gradient are not finite, or that is a spike where `skip_spikes` asks for it (`SpikeRule`), is
+    skipped: weights, moments and Adam's count stay, and it is counted. After more than `max_bad_steps` of them in a row
+    nothing is applied any more, so that what the run ends with does not depend on when the host looks.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
@@ -36,13 +37,14 @@ class AdamW:
         self.count, self.skipped, self.in_a_row = self.tally.unbind()
         # FP64: number, lm_loss, aux_loss and gradient norm of the step that the last row of skipped ones began with.
         self.bad = torch.zeros(4, dtype=torch.float64, device=device)
+        self.spikes = SpikeRule(config.skip_spikes, device) if config.skip_spikes else None
         # FP64: 1 - beta^count loses its digits in FP32 while beta^count is near 1.
         self.lr = torch.zeros((), dtype=torch.float64, device=device)
 
     @property
     def small(self) -> list[Tensor]:
         """What an update changes beside weights and moments."""
-        return [self.tally, self.bad]
+        return [self.tally, self.bad, *(self.spikes.small if self.spikes else [])]
 
     def reset(self) -> None:
         """As before the first step."""
@@ -52,7 +54,8 @@ class AdamW:
     def counts(self) -> dict[str, Any]:
         """What a checkpoint holds of `small`, as JSON takes it. Waits for the device."""
         count, skipped, in_a_row = self.tally.tolist()
-        return {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
+        counts = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
+        return counts | ({"spikes": self.spikes.counts()} if self.spikes else {})
 
     def set_counts(self, counts: Mapping[str, Any]) -> None:
         """Puts back what `counts` gave."""
@@ -61,6 +64,8 @@ class AdamW:
         self.count.fill_(counts["count"])
         self.skipped.fill_(counts["skipped"])
         self.in_a_row.fill_(counts.get("skipped_in_a_row", 0))
+        if self.spikes:
+            self.spikes.set_counts(counts.get("spikes"))
 
     def update(self, sums: Tensor) -> Tensor:
         """Applies the gradient sums at rate self.lr, divided by the number of targets, if they are sound.
@@ -99,6 +104,8 @@ class AdamW:
     def _judge(self, figures: Tensor) -> Tensor:
         """Whether the step of these figures is applied (0-d bool), which is counted."""
         apply = torch.isfinite(figures.sum()) & (self.in_a_row <= self.config.max_bad_steps)
+        if self.spikes:
+            apply = self.spikes.judge(figures[0:3:2], apply)
         skip = ~apply
         number = (self.count + self.skipped + 1).double()
         # Number 0: this process has seen none yet, which may have been resumed in the middle of a row.

@@ -27,6 +27,7 @@ from llmtrain.corpus.token_file import TokenFile
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.training.config import OptimizerConfig, ScheduleConfig
 from llmtrain.training.schedule import learning_rate
+from llmtrain.training.spikes import SpikeRule
 from llmtrain.training.step import TrainStep
 
 SMALL = ModelConfig(
@@ -41,13 +42,16 @@ OPTIMIZER = OptimizerConfig(learning_rate=4e-4, weight_decay=0.1)
 def curve(
     order: SampleOrder, model: ModelConfig, *, device: str, precision: str, steps: int, batch: int, accumulate: int = 1,
     capture: bool | None = None, deterministic: bool = False, seed: int = 0, no_sync: bool = False,
-    checkpoint_activations: CheckpointActivations = "none",
+    checkpoint_activations: CheckpointActivations = "none", skip_spikes: float = 0.0,
 ) -> tuple[list[float], TrainStep]:
-    """Losses of `steps` steps on the same samples in the same order, and the step they ended in."""
+    """Losses of `steps` steps on the same samples in the same order, and the step they ended in. skip_spikes: with the
+    rule of --skip-spikes on a window that is full after 8 steps."""
     step = TrainStep.build(
         model, OPTIMIZER, batch_size=batch, seq_len=order.seq_len, precision=precision, device=device,
         deterministic=deterministic, seed=seed, capture=capture, checkpoint_activations=checkpoint_activations,
     )  # fmt: skip
+    if skip_spikes:
+        step.optimizer.spikes = SpikeRule(skip_spikes, step.flat.master.device, window=8, row=2)
     schedule = ScheduleConfig(warmup_steps=steps // 4)  # short warmups spike, and spikes scatter
     losses = torch.zeros(steps, dtype=torch.float64, device=device)
     for i in range(steps):
@@ -103,6 +107,24 @@ def bits(step: TrainStep) -> str:
     import hashlib
 
     return hashlib.sha256(step.flat.master.cpu().numpy().tobytes()).hexdigest()
+
+
+def state_of(step: TrainStep) -> list[torch.Tensor]:
+    """All that an update that is not applied must leave as it is."""
+    of_optimizer = step.optimizer
+    narrow = [] if step.flat.narrow is None else [step.flat.narrow]
+    return [step.flat.master, of_optimizer.exp_avg, of_optimizer.exp_avg_sq, of_optimizer.count, *narrow]
+
+
+def changed_by_nan(step: TrainStep) -> int:
+    """Tensors that a step changes whose gradient is not finite in one place, and counts that do not say so."""
+    before = [tensor.clone() for tensor in state_of(step)]
+    _, skipped, in_a_row = step.optimizer.tally.tolist()
+    step.micro_step(step.ids.clone(), step.targets.clone(), first=True)
+    step.flat.grad[7] = float("nan")
+    step.optimizer_step(1e-3)
+    changed = sum(not torch.equal(a, b) for a, b in zip(before, state_of(step), strict=True))
+    return changed + (step.optimizer.tally.tolist()[1:] != [skipped + 1, in_a_row + 1])
 
 
 def deterministic_child(order: SampleOrder, model: ModelConfig, device: str, steps: int, batch: int) -> None:
@@ -185,6 +207,15 @@ def main() -> None:
     whole, _ = curve(order, small, device=device, precision="fp32", steps=10, batch=12)
     check("3 micro-steps against one batch, fp32", gap(captured, whole), 1e-5)
 
+    rule = {"precision": "fp32", "steps": 20, "batch": 4, "skip_spikes": 1.0}
+    eager, one = curve(order, small, device=device, capture=False, **rule)
+    captured, other = curve(order, small, device=device, **rule)
+    tallies = [[s.optimizer.tally.tolist(), s.optimizer.spikes.tally.tolist()] for s in (one, other)]
+    same = tallies[0] == tallies[1] and tallies[0][1][2] > 0  # without a single spike nothing was compared
+    check("captured against uncaptured, skipping spikes", gap(captured, eager) if same else 1.0, 1e-4, tallies=tallies)
+    nan = float(changed_by_nan(other))
+    check("what a captured step with a NaN gradient changes", nan, 0.0, captured=bool(other.graphs))
+
     arms = {"captured": {}, "replicate": {}, "uncaptured": {"capture": False}, "seed": {"seed": 1}}
     for name, settings in arms.items():
         runs[name], step = curve(order, big, device=device, precision="bf16", steps=long, batch=batch, **settings)
@@ -195,7 +226,11 @@ def main() -> None:
 
     if device == "cuda":
         try:
-            curve(order, big, device=device, precision="bf16", steps=6, batch=batch, accumulate=2, no_sync=True)
+            for z in (0.0, 6.0):
+                curve(
+                    order, big, device=device, precision="bf16", steps=6, batch=batch, accumulate=2, no_sync=True,
+                    skip_spikes=z,
+                )  # fmt: skip
             syncs, why = 0.0, ""
         except RuntimeError as error:
             syncs, why = 1.0, str(error)
