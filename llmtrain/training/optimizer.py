@@ -3,7 +3,7 @@
 Whether an update is applied is decided on the device too: the host learns of it at the next log line.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,11 +51,12 @@ class AdamW:
         for buffer in (self.exp_avg, self.exp_avg_sq, *self.small):
             buffer.zero_()
 
-    def counts(self) -> dict[str, Any]:
-        """What a checkpoint holds of `small`, as JSON takes it. Waits for the device."""
-        count, skipped, in_a_row = self.tally.tolist()
+    def counts(self, small: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """What a checkpoint holds of `small`, or of a copy of it, as JSON takes it. Waits for the device."""
+        tally, _, *of_spikes = small or self.small
+        count, skipped, in_a_row = tally.tolist()
         counts = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
-        return counts | ({"spikes": self.spikes.counts()} if self.spikes else {})
+        return counts | ({"spikes": self.spikes.counts(of_spikes)} if self.spikes else {})
 
     def set_counts(self, counts: Mapping[str, Any]) -> None:
         """Puts back what `counts` gave."""

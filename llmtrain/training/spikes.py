@@ -1,6 +1,6 @@
 """Which steps are spikes: a rule on the loss and the gradient norm, kept and applied on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,11 +60,12 @@ class SpikeRule:
         self.entered.add_(apply)
         return apply
 
-    def counts(self) -> dict[str, Any]:
-        """The state as JSON takes it, to the bit. Waits for the device."""
-        entered, in_a_row, total = self.tally.tolist()
-        window = [" ".join(map(repr, values)) for values in self.window.tolist()]  # a line each, not a line a number
-        return {"entered": entered, "in_a_row": in_a_row, "total": total, "window": window}
+    def counts(self, small: Sequence[Tensor]) -> dict[str, Any]:
+        """`small`, or a copy of it, as JSON takes it, to the bit. Waits for the device."""
+        window, tally = small
+        entered, in_a_row, total = tally.tolist()
+        lines = [" ".join(map(repr, values)) for values in window.tolist()]  # a line each, not a line a number
+        return {"entered": entered, "in_a_row": in_a_row, "total": total, "window": lines}
 
     def set_counts(self, counts: Mapping[str, Any] | None) -> None:
         """Puts back what `counts` gave; None: as before the first step."""
