@@ -1,6 +1,7 @@
 """The `llmtrain` command: a lazy group, and the one place where an error becomes a line and an exit code."""
 
 import errno
+import faulthandler
 import importlib
 import io
 import os
@@ -14,7 +15,15 @@ from types import FrameType
 import click
 
 from llmtrain import __version__
-from llmtrain.storage.errors import InternalError, LlmtrainError, StopRequested, StorageFailure, UsageError, write_error
+from llmtrain.storage.errors import (
+    STOP_SIGNALS,
+    InternalError,
+    LlmtrainError,
+    StopRequested,
+    StorageFailure,
+    UsageError,
+    write_error,
+)
 
 # Command -> (module, which holds it as `command`; its line in `llmtrain --help`). Nothing is imported for the list.
 COMMANDS = {
@@ -81,11 +90,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may be what the terminal cannot show
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    faulthandler.enable(2)  # a watchdog's SIGABRT, and a fault in C code, leave the stack of every thread
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has HUP ignored
             signal.signal(number, _interrupt)
     code = run(sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it is done: a signal while torch is taken down must not hide the code
     sys.exit(code)
 

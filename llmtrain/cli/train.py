@@ -11,6 +11,7 @@ import click
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import BadData, UsageError, read_error
 from llmtrain.training.config import SECTIONS, RunConfig, Tables, TrainConfig, tables_for_resume, to_toml
+from llmtrain.training.notify import Supervisor
 
 EPILOG = """Example:
 
@@ -31,10 +32,11 @@ def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
     What stands on the command line goes before --config, and that before the defaults. With --resume, settings not
     given come from the run itself.
     """
-    config = configuration(given, preset_path(preset) if preset else None, resume)
-    from llmtrain.training.run import train  # imports torch, which a mistake in the configuration need not wait for
+    with Supervisor.of(os.environ) as supervisor:
+        config = configuration(given, preset_path(preset) if preset else None, resume)
+        from llmtrain.training.run import train  # imports torch, which a mistake in the configuration need not wait for
 
-    train(config, resume)
+        train(config, resume, supervisor)
 
 
 def preset_path(name: str) -> Path:

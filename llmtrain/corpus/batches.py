@@ -25,6 +25,8 @@ LOCATE_ROWS = 4096
 """Samples located at a time: the permutation is cheap only for many at once."""
 AHEAD_TOKENS = 1 << 22
 """How far ahead of the batches the disk is asked for windows: some seconds of a fast card."""
+HANGS = 2.0
+"""Seconds after which a thread that was told to end is taken for one that cannot."""
 FILL_TOKENS = 65536
 """Small micro-batches are filled together up to this many tokens, for the same reason."""
 
@@ -209,7 +211,7 @@ class BatchStream:
     ever waits for the device. On the CPU each buffer is fresh memory.
 
     What the thread raises (BadData for an id beyond the vocabulary) is raised by `__next__`, in its turn.
-    `wait_seconds` is how long `__next__` has waited for the thread, in all.
+    `wait_seconds` is how long `__next__` and `ready` have waited for the thread, in all.
     """
 
     def __init__(
@@ -244,6 +246,8 @@ class BatchStream:
                 buffer = _empty(batch_size * self._per_fill, order.seq_len, pinned=True)
                 pinned = _Pinned(buffer, torch.cuda.Event(blocking=True))
             self._free.put(pinned)
+        self._next: list[_Filled | BaseException | None] = []
+        self._left = 0
         self._closed = threading.Event()
         self._batches = self._take()
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
@@ -306,10 +310,10 @@ class BatchStream:
     def _take(self) -> Iterator[Batch]:
         """The consumer's side: each buffer to the device, the buffer back to the thread, then its micro-batches."""
         while True:
-            began = time.perf_counter()
-            made = self._ready.get()
-            self.wait_seconds += time.perf_counter() - began
+            self.ready(None)
+            made = self._next.pop()
             if made is None:
+                self._next.append(None)  # the end is no wait
                 return
             if isinstance(made, BaseException):
                 raise made
@@ -324,8 +328,19 @@ class BatchStream:
                 )
                 made.pinned.copied.record(torch.cuda.current_stream(self._device))
             self._free.put(made.pinned)
+            self._left = len(made.sequences)
             for i, (sequences, pairs) in enumerate(zip(made.sequences, made.pairs, strict=True)):
+                self._left -= 1
                 yield _rows(batch, i * self._batch_size, (i + 1) * self._batch_size, sequences, pairs)
+
+    def ready(self, seconds: float | None) -> bool:
+        """Waits for the thread until `__next__` need not, for so many seconds at most; whether it has come to that."""
+        if not self._left and not self._next:
+            began = time.perf_counter()
+            with suppress(queue.Empty):
+                self._next.append(self._ready.get(timeout=seconds))
+            self.wait_seconds += time.perf_counter() - began
+        return bool(self._left or self._next)
 
     def __iter__(self) -> "BatchStream":
         return self
@@ -336,10 +351,11 @@ class BatchStream:
         return next(self._batches)
 
     def close(self) -> None:
-        """Ends the thread and waits for its end; nothing comes after it. May be called again."""
+        """Ends the thread and waits for its end; nothing comes after it. May be called again. A thread that hangs, on a
+        disk that no longer answers, is left behind: it only reads."""
         self._closed.set()
         self._free.put(None)  # wakes the thread
-        self._thread.join()
+        self._thread.join(HANGS)
 
     def __enter__(self) -> "BatchStream":
         return self

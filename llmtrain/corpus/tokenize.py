@@ -31,6 +31,7 @@ from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Encoded, Task, encode_blocks
 from llmtrain.corpus.writing import Part, Work, journal_engine, names, work_folder
 from llmtrain.storage.errors import (
+    STOP_SIGNALS,
     BadData,
     ConfigMismatch,
     InputMissing,
@@ -58,7 +59,7 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_s
 
     Neither the number of workers nor `block_bytes`, the text that a worker gets at once, shows in the output. It
     appears at the end. What an unfinished run of the same `config` left is gone on from. Raises InputMissing, BadData,
-    CannotCreate, StorageFailure, ConfigMismatch; StopRequested on SIGINT, SIGTERM and SIGHUP.
+    CannotCreate, StorageFailure, ConfigMismatch; StopRequested on a signal of STOP_SIGNALS.
     """
     begin = time.perf_counter()
     tokenizer = tokenizer_room.load(config.tokenizer)
@@ -369,7 +370,7 @@ def _summary(parts: list[Part], counts: Counts, seconds: float) -> None:
 
 @contextmanager
 def _stop_signals(folder: Path) -> Iterator[Callable[[], None]]:
-    """Gives a function that raises StopRequested after SIGINT, SIGTERM or SIGHUP.
+    """Gives a function that raises StopRequested after a signal of STOP_SIGNALS.
 
     The signals only leave a note, so that they cannot break into the middle of a rename. One that was ignored before
     (nohup) stays ignored.
@@ -377,7 +378,7 @@ def _stop_signals(folder: Path) -> Iterator[Callable[[], None]]:
     got: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, lambda received, _: got.append(received))
 

@@ -25,7 +25,7 @@ from llmtrain.corpus.documents import INVALID_UTF8, Document, falls_within
 from llmtrain.corpus.engine import Engine, open_engine
 from llmtrain.corpus.streams import Damage
 from llmtrain.corpus.tokenizer import Tokenizer
-from llmtrain.storage.errors import InternalError, LlmtrainError
+from llmtrain.storage.errors import STOP_SIGNALS, InternalError, LlmtrainError
 
 # The worker's program. It finds modules where this process does, whatever the current folder holds.
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llmtrain.corpus.workers import main; main(int(sys.argv[1]))"
@@ -134,7 +134,7 @@ def _start(engine: Engine, holdout: float, stack: ExitStack) -> _Worker:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
         # Ctrl-C and a supervisor's signal reach the whole process group; what they mean is the parent's to decide.
         # A blocked signal stays blocked in the child, and comes to the parent afterwards.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         finally:

@@ -5,6 +5,7 @@
 
 import errno
 import os
+import signal
 
 
 class LlmtrainError(Exception):
@@ -53,6 +54,10 @@ class StopRequested(LlmtrainError):
     """A signal asked for a stop and the state is saved; `--resume` goes on."""
 
     exit_code = 75
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that ask for it: a supervisor's, Ctrl-C, a closed terminal, and what Slurm sends before the time is up."""
 
 
 class ConfigMismatch(LlmtrainError):

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from llmtrain.storage import atomic
+from llmtrain.storage.errors import STOP_SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STDOUT = 1
 
 
@@ -19,16 +19,16 @@ def _write(text: str) -> None:
 
 
 class StopFlag:
-    """Inside the block TERM, INT and HUP (a closed terminal) raise a flag that the loop polls; a second TERM or INT
-    ends the process at once, with the last checkpoint whole as it always is. A HUP that was ignored before (nohup)
-    stays so, and a second one is nothing: a closing terminal sends several."""
+    """Inside the block TERM, INT, HUP (a closed terminal), USR1 and USR2 (Slurm) raise a flag that every phase polls; a
+    second one ends the process at once, with the last checkpoint whole as it always is. A HUP that was ignored before
+    (nohup) stays so, and a second one is nothing: a closing terminal sends several."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopFlag":
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._raise_flag)
         return self
@@ -42,8 +42,8 @@ class StopFlag:
             _write("\x1b[?25h\n" * on_terminal)  # the live line has hidden the cursor
             os._exit(128 + number)
         self.signal = number
-        # A step may take minutes.
-        _write("\n" * on_terminal + f"{self.name}: stops when this step is done and saved; once more ends at once\n")
+        # What runs now, such as a micro-batch on a CPU, may take minutes.
+        _write("\n" * on_terminal + f"{self.name}: saves and stops as soon as it can; once more ends at once\n")
 
     def __bool__(self) -> bool:
         return self.signal is not None

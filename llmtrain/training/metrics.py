@@ -145,9 +145,9 @@ class RunLog:
         lr: float,
         rate: float,
         flops: tuple[float, float],
-    ) -> None:
+    ) -> str:
         """A train line; `figures` are of this very step, `rate` is tokens a second since the line before, `flops` what
-        a token cost since then: as counted, and what was run again beyond that."""
+        a token cost since then: as counted, and what was run again beyond that. Returns what it says to people."""
         peak = self.plan.peak_flops
         achieved = rate * flops[0]
         mfu = achieved / peak if peak else None
@@ -168,6 +168,7 @@ class RunLog:
             self._show(lambda live: live.update(drawn, refresh=True))
         else:
             self.line(text)
+        return text
 
     def close(self) -> None:
         """Ends the use of both; `sync` first what must be on the disk."""

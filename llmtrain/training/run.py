@@ -19,20 +19,23 @@ from llmtrain.training.config import TrainConfig
 from llmtrain.training.health import Health
 from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.metrics import RunLog, Throughput, duration
+from llmtrain.training.notify import LONG, Supervisor
 from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
 from llmtrain.training.step import make_deterministic
 from llmtrain.training.validate import validate
 
+POLL = 0.2
+"""Seconds between two looks at the signals while data is waited for."""
 LONG_STEP = 20.0
 """Seconds of silence that a person begins to wonder about."""
 
 
-def train(config: TrainConfig, resume: bool) -> None:
+def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = None) -> None:
     """Trains to the end, or to a signal (StopRequested). Raises LlmtrainErrors; what can be checked before the first
     step is checked before anything is written."""
-    run_dir = config.run.run_dir
+    run_dir, supervisor = config.run.run_dir, supervisor or Supervisor()
     start.check_run_dir(run_dir, resume)
     if config.run.deterministic:
         make_deterministic()
@@ -46,10 +49,11 @@ def train(config: TrainConfig, resume: bool) -> None:
     start.check_memory(plan, device)
     start.make_folder(run_dir)
     with RunLock(run_dir / "lock"), StopFlag() as stop, choice.forced(settings.attention, "attention"):
+        supervisor.watch(stop)
         start.check_run_dir(run_dir, resume)  # again: another process may have come and gone since
         checkpoint.clear_leftovers(run_dir)
         try:
-            _run(start.start(config, order, validation, device, attention, resume), plan, stop)
+            _run(start.start(config, order, validation, device, attention, resume), plan, stop, supervisor)
         except (RuntimeError, MemoryError) as error:
             if not start.out_of_memory(error):
                 raise
@@ -59,13 +63,13 @@ def train(config: TrainConfig, resume: bool) -> None:
             ) from error
 
 
-def _run(run: Started, plan: Plan, stop: StopFlag) -> None:
+def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> None:
     """Trains with a log, and leaves in status.json how it ended."""
     run_dir = run.config.run.run_dir
     log = RunLog(run_dir, _attempt(run_dir), plan)
     try:
         _begin(run, plan, log)
-        loop(run, plan, log, stop)
+        loop(run, plan, log, stop, supervisor)
         log.sync()
     except BaseException as error:
         code = error.exit_code if isinstance(error, LlmtrainError) else 70
@@ -119,7 +123,8 @@ def _evaluated(log: RunLog, at_step: int) -> set[str]:
     return {line["source"] for line in lines if line.get("kind") == "eval" and line.get("step") == at_step}
 
 
-def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> None:
+def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> float:
+    """The seconds that it took."""
     if run.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
@@ -127,6 +132,7 @@ def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> Non
     if run.step.why_not_captured:
         text += f"; not captured in CUDA graphs, so slower: {run.step.why_not_captured}"
     log.event(run.at_step, tokens, "first_step", text, seconds=seconds)
+    return seconds
 
 
 def _say_pace(run: Started, plan: Plan, log: RunLog, micro_batches: int, seconds: float) -> None:
@@ -139,7 +145,7 @@ def _say_pace(run: Started, plan: Plan, log: RunLog, micro_batches: int, seconds
         )
 
 
-def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
+def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supervisor) -> None:
     """Trains from run.at_step to the plan's end."""
     settings, seq_len, step = run.config.run, run.config.data.seq_len, run.step
     saved_at = run.at_step if run.at_step else -1
@@ -163,6 +169,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
         if saved_at == run.at_step:
             return
         throughput.pause()
+        supervisor.alive(LONG)
         look(weights=True)
         log.sync()  # the lines of a step must be there before the checkpoint that makes them count
         since = time.perf_counter()
@@ -181,7 +188,13 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
 
     def evaluate(done: Container[str] = ()) -> bool:
         """Writes the eval lines of this step; False where a signal came before the last one."""
+
+        def goes_on() -> bool:
+            supervisor.alive(LONG)
+            return not stop
+
         throughput.pause()
+        supervisor.alive(LONG)
         for source in run.validation:
             if source.name in done:
                 continue
@@ -189,7 +202,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
                 windows = source.file.windows(seq_len)
                 windows = min(settings.val_windows or windows, windows)
                 log.line(f"step 0: evaluates {source.name} on {windows} windows of {seq_len} tokens")
-            figures = validate(step.model, source, run.config, run.device, stop)
+            figures = validate(step.model, source, run.config, run.device, goes_on)
             if figures is None:
                 return False
             log.write("eval", run.at_step, tokens(), source=source.name, **figures)
@@ -228,14 +241,17 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
     with stream:
         throughput.resume()
         while run.at_step < plan.total_steps:
-            if stop:
-                save()
-                raise stopped()
-
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
             lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
             micro_batches = math.ceil(samples / settings.batch_size)
             for i in range(micro_batches):
+                supervisor.alive()
+                while not stop and not stream.ready(POLL):
+                    pass
+                if stop:
+                    # A step that has begun is dropped: the first micro-batch of the next one overwrites its gradients.
+                    save()
+                    raise stopped()
                 batch = next(stream)
                 step.micro_step(batch.ids, batch.targets, first=i == 0, doc_start=batch.doc_start)
                 pairs += batch.pairs
@@ -247,7 +263,8 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
 
             last = run.at_step == plan.total_steps
             if run.at_step == first:
-                _say_first_step(run, log, tokens(), began)
+                seconds = _say_first_step(run, log, tokens(), began)
+                supervisor.ready(seconds / micro_batches)
             if run.at_step % settings.log_every == 0 or run.at_step == first or last:
                 figures = step.metrics()
                 flops = plan.flops(pairs / throughput.tokens)
@@ -257,7 +274,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag) -> None:
                 waited = stream.wait_seconds
                 epoch = plan.samples(run.at_step) / run.order.samples_per_epoch
                 timed = {**figures, "step_ms": step_ms, "data_ms": data_ms}
-                log.train(run.at_step, tokens(), epoch, timed, lr, rate, flops)
+                supervisor.status(log.train(run.at_step, tokens(), epoch, timed, lr, rate, flops))
                 look()
             if every and run.at_step % every == 0 and not last:
                 evaluate()

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from llmtrain.corpus.order import Source
 from llmtrain.model.evaluation import evaluate
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import TrainConfig
-from llmtrain.training.lifecycle import StopFlag
 
 
 @functools.lru_cache(maxsize=1)
@@ -28,17 +28,17 @@ def _token_bytes(path: Path, vocab_size: int, device: torch.device) -> torch.Ten
 
 
 def validate(
-    model: Transformer, source: Source, config: TrainConfig, device: torch.device, stop: StopFlag
+    model: Transformer, source: Source, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool]
 ) -> dict[str, float] | None:
     """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file; None where
-    `stop` was raised before it was read to its end."""
+    `goes_on`, asked before each batch and at the end, said no."""
     batches = held_out_batches(
         source.file, config.data.seq_len, config.run.batch_size, config.run.val_windows, device,
         config.data.document_mask,
     )  # fmt: skip
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
-    sums = evaluate(model, itertools.takewhile(lambda _: not stop, batches), table)
-    if stop:
+    sums = evaluate(model, itertools.takewhile(lambda _: goes_on(), batches), table)
+    if not goes_on():
         return None
     figures = {"val_loss": sums.loss, "ppl": sums.ppl}
     if sums.bits_per_byte is not None:

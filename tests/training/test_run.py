@@ -289,7 +289,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(cor
     assert any("set aside" in x["text"] for x in lines(tmp_path / "run", "event"))
 
 
-def test_sigterm_finishes_the_step_saves_and_exits_75_and_resume_goes_on(corpus, tmp_path):
+def test_sigterm_saves_and_exits_75_and_resume_goes_on(corpus, tmp_path):
     arguments = [
         sys.executable, "-m", "llmtrain", "train", "--tokens", corpus, "--run-dir", tmp_path / "run",
         "--d-model", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--head-dim", "8", "--d-ff", "48",
@@ -305,7 +305,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_75_and_resume_goes_on(corpus,
             process.send_signal(signal.SIGTERM)
             break
     asked = time.monotonic()
-    assert "SIGTERM: stops when this step is done" in process.stdout.read()
+    assert "SIGTERM: saves and stops as soon as it can" in process.stdout.read()
     error = process.stderr.read()
     assert process.wait() == 75, error
     killer.cancel()

@@ -1,0 +1,108 @@
+"""Many processes of the command at the price of one start: torch is imported once, and each is forked from there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+
+# Nothing of torch may have run before the fork: its threads do not come along.
+SERVER = """
+import json, os, sys
+import llmtrain.cli.train, llmtrain.training.run
+from llmtrain.cli.main import main
+for line in sys.stdin:
+    ask = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.chdir(ask["cwd"])
+        for number, name in ((0, os.devnull), (1, ask["out"]), (2, ask["err"])):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), number)
+        os.environ.update(ask["environment"])
+        sys.argv = ["llmtrain", *ask["arguments"]]
+        try:
+            exec(ask["before"], {})
+            main()
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Process:
+    """One `llmtrain` that was forked."""
+
+    def __init__(self, server: subprocess.Popen, pid: int, out: Path, err: Path) -> None:
+        self._server, self.pid, self._out, self._err = server, pid, out, err
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text() if self._err.exists() else ""
+
+    def says(self, words: str, seconds: float = 60) -> None:
+        """Returns when the words stand in its output."""
+        end = time.monotonic() + seconds
+        while words not in self.out:
+            assert time.monotonic() < end and Path(f"/proc/{self.pid}").exists(), (words, self.out, self.err)
+            time.sleep(0.005)
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self, seconds: float = 60) -> int:
+        """Its exit code, as subprocess has it; killed where it takes longer."""
+        killer = threading.Timer(seconds, os.kill, (self.pid, signal.SIGKILL))
+        killer.start()
+        try:
+            return int(self._server.stdout.readline())
+        finally:
+            killer.cancel()
+
+
+class Forks:
+    """Inside the block `start` forks processes; one at a time, each waited for with `end` before the next."""
+
+    def __enter__(self) -> "Forks":
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.stdin.close()
+        self._server.kill()
+        self._server.wait()
+        self._server.stdout.close()
+
+    def start(self, cwd: Path, name: str, *arguments: object, before: str = "", **environment: str) -> Process:
+        """`llmtrain arguments` in `cwd`, its output in files NAME.out and NAME.err there; `before` is Python to run
+        first, such as what slows it down where the test wants to meet it."""
+        out, err = cwd / f"{name}.out", cwd / f"{name}.err"
+        out.unlink(missing_ok=True)
+        err.unlink(missing_ok=True)
+        ask = {"cwd": str(cwd), "out": str(out), "err": str(err), "arguments": list(map(str, arguments))}
+        ask |= {"before": before, "environment": environment}
+        self._server.stdin.write(json.dumps(ask) + "\n")
+        self._server.stdin.flush()
+        return Process(self._server, int(self._server.stdout.readline()), out, err)

@@ -1,0 +1,121 @@
+"""A signal in every phase of a run: saved, exit code 75, and `--resume` ends in the bits of an undisturbed run."""
+
+import hashlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.forks import Forks
+from tests.training.conftest import write_corpus
+
+STEPS = 8
+OPTIONS = [
+    "train", "--resume", "--d-model", "32", "--n-layers", "1", "--n-heads", "4", "--n-kv-heads", "2", "--head-dim", "8",
+    "--d-ff", "48", "--seq-len", "16", "--batch-size", "2", "--accumulate", "3", "--total-steps", STEPS,
+    "--warmup-steps", "4", "--learning-rate", "0.01", "--device", "cpu", "--precision", "fp32", "--log-every", "1",
+    "--checkpoint-every", "4", "--val-tokens", "held=val.u16", "--val-every", "3", "--val-windows", "8",
+    "--tokens", "corpus.u16",
+]  # fmt: skip
+
+# Wraps a function so that its call number `at` says that it is there and dwells.
+DWELL = """
+import threading, time
+from llmtrain.corpus import batches
+from llmtrain.storage import atomic
+from llmtrain.training import run, start, step, validate
+
+def dwell(where, name, at, seconds=0.4):
+    original, calls = getattr(where, name), [0]
+    def slow(*arguments, **named):
+        mine = where is not batches or threading.current_thread().name == "batches"
+        calls[0] += mine
+        if mine and calls[0] == at:
+            print("HERE", flush=True)
+            time.sleep(seconds)
+        return original(*arguments, **named)
+    setattr(where, name, slow)
+"""
+
+# Phase -> (where it dwells, the step whose checkpoint is there in the end). Micro-step 3n + 1 begins step n + 1.
+PHASES = {
+    "starting": ("dwell(start, 'start', 1)", 0),
+    "evaluating first": ("dwell(validate, 'evaluate', 1)", 0),
+    "compiling": ("dwell(step.TrainStep, 'micro_step', 1)", 0),
+    "warming up": ("dwell(step.TrainStep, 'micro_step', 5)", 1),
+    "between the micro-batches of a step": ("dwell(step.TrainStep, 'micro_step', 17)", 5),
+    "updating": ("dwell(step.TrainStep, 'optimizer_step', 6)", 6),
+    "evaluating": ("dwell(validate, 'evaluate', 2)", 3),
+    "saving": ("dwell(atomic, 'publish_folder', 1)", 4),
+    "evaluating last": ("dwell(validate, 'evaluate', 4)", 8),
+    "waiting for data": ("batches.FILL_TOKENS = 96\ndwell(batches, '_fill', 6, seconds=1000)", 5),
+}
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    write_corpus(folder / "corpus.u16", 3000)
+    write_corpus(folder / "val.u16", 900, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as forks:
+        yield forks
+
+
+def result(run_dir: Path) -> tuple:
+    """What must be the same however often a run was stopped."""
+    folder = run_dir / f"checkpoints/step-{STEPS:08d}"
+    names = ("model.safetensors", "optimizer.safetensors")
+    tensors = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [(x["step"], x["lm_loss"], x["grad_norm"], x["lr"]) for x in lines if x["kind"] == "train"]
+    return tensors, trained, [(x["step"], x["source"], x["val_loss"]) for x in lines if x["kind"] == "eval"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(here: Path, forks: Forks) -> tuple:
+    assert forks.start(here, "whole", *OPTIONS, "--run-dir", "whole").end() == 0
+    return result(here / "whole")
+
+
+@pytest.mark.parametrize(("phase", "number"), list(zip(PHASES, SIGNALS * 2, strict=True)))
+def test_a_signal_in_any_phase_saves_and_ends_with_75_and_no_bit_is_lost(phase, number, here, forks, undisturbed):
+    run_dir, (dwells, saved) = here / phase, PHASES[phase]
+    process = forks.start(here, phase, *OPTIONS, "--run-dir", phase, before=DWELL + dwells)
+    process.says("HERE")
+    if phase == "waiting for data":
+        process.says(" step 5/8 ")  # what was made before
+    asked = time.monotonic()
+    process.send(number)
+    assert process.end() == 75, process.err
+    assert time.monotonic() - asked < 10
+    newest = max(int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").glob("step-" + "[0-9]" * 8))
+    assert newest == saved
+    assert process.err.count("\n") == 1 and f"stopped by {number.name} at step {newest}" in process.err
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("stopped", newest, 75)
+    assert forks.start(here, phase, *OPTIONS, "--run-dir", phase).end() == 0
+    assert result(run_dir) == undisturbed
+
+
+def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint_whole(here, forks, undisturbed):
+    dwells = "dwell(atomic, 'publish_folder', 2, seconds=1000)"
+    process = forks.start(here, "twice", *OPTIONS, "--run-dir", "twice", before=DWELL + dwells)
+    process.says("HERE")
+    process.send(signal.SIGUSR1)
+    process.says("SIGUSR1: saves and stops")
+    asked = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.end() == 128 + signal.SIGTERM
+    assert time.monotonic() - asked < 5
+    assert [p.name for p in (here / "twice/checkpoints").glob("step-" + "[0-9]" * 8)] == ["step-00000004"]
+    assert forks.start(here, "twice", *OPTIONS, "--run-dir", "twice").end() == 0
+    assert result(here / "twice") == undisturbed
