@@ -29,7 +29,9 @@ def parquet_documents(file: int, input: Input, field: str, progress: Progress, s
             table = _open(input, stored)
             path, missing = _column(table.schema_arrow, field)
             none = Damage(MISSING_FIELD, missing or f"nothing in column {field!r}")
-            for group, rows in enumerate(_rows(table)):
+            groups = _rows(table)
+            total = sum(groups)
+            for group, rows in enumerate(groups):
                 # A group whose last row alone comes before `start` may be the damaged one where the input ended.
                 if not rows or ordinal + rows < start:
                     ordinal += rows
@@ -37,9 +39,9 @@ def parquet_documents(file: int, input: Input, field: str, progress: Progress, s
                 for text in iter([None] * rows) if missing else _texts(table, group, rows, path):
                     if ordinal >= start:
                         data = text or b""
+                        progress.bytes = before + size * (ordinal + 1) // total
                         yield Document(file, ordinal, ordinal + 1, len(data), data, none if text is None else None)
                     ordinal += 1
-                progress.bytes = before + size * ordinal // table.metadata.num_rows
         except Broken as broken:
             if ordinal >= start:
                 yield Document(file, ordinal, ordinal + 1, 0, b"", broken.damage)

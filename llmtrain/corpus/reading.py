@@ -30,7 +30,7 @@ class Reading:
 
 def read_documents(
     inputs: Sequence[Input], reading: Reading, progress: Progress | None = None, start: tuple[int, int] = (0, 0)
-) -> Iterator[Document]:
+) -> Generator[Document, None, None]:
     """The documents of `inputs` in order; empty and damaged ones too, so that they can be counted.
 
     Reading again gives the same documents; `start` (input, ordinal) leaves out those before it. A byte order mark at

@@ -1,5 +1,6 @@
 """`train-tokenizer` and `tokenize-corpus` as processes: exit codes, one line an error, what a stopped run leaves."""
 
+import gzip
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 import llmtrain
 
@@ -214,3 +216,39 @@ def test_a_killed_worker_ends_the_run_with_one_line_and_nothing_left(long_run: L
     assert process.returncode == 70
     assert "a worker was killed" in err and err.count("\n") == 1
     assert left() == [] and not any(map(alive, workers))
+
+
+def test_standard_input_in_every_form(here: Path):
+    texts = LICENSE.read_text().split("\n\n", 2)
+    lines = "".join(json.dumps({"body": {"text": one}}) + "\n" for one in texts).encode()
+    jsonl = ["--format", "jsonl", "--text-field", "body.text"]
+    plain = ["--document", "==="]
+    for data, how in (
+        (lines, jsonl), (zstandard.compress(lines), jsonl), (gzip.compress("\n===\n".join(texts).encode()), plain)
+    ):  # fmt: skip
+        Path("piped").write_bytes(data)
+        with open("piped", "rb") as piped:
+            code, out, err = run("tokenize-corpus", "--input", "-", "--holdout", "0", *how, stdin=piped)
+        assert code == 0 and "-: " in out and "3 documents" in out, err
+        manifest = json.loads(Path("data/corpus.u16.json").read_text())
+        assert manifest["documents"] == 3 and manifest["inputs"][0]["path"] == "-"
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "args"),
+    [
+        (2, "plain text has no fields", ["--text-field", "text"]),
+        (2, "Parquet of unknown size cannot be read", ["--input", "-", "--format", "parquet"]),
+        (2, "no such protocol", ["--input", "nope://bucket/key"]),
+        (66, "memory://none: no such file", ["--input", "memory://none"]),
+        (65, "bad.jsonl: not JSON (Expecting value at column 1) at line 1: correct it", ["--input", "bad.jsonl"]),
+        (65, "bad.gz: its name says gzip and its content does not", ["--input", "bad.gz"]),
+        (65, "bad.parquet: its name says Parquet and its content does not", ["--input", "bad.parquet"]),
+        (65, "no document that holds text in 3 files", ["--input", "bad.*", "--on-bad", "skip"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line(here: Path, code: int, line: str, args: list[str]):
+    for name in ("bad.jsonl", "bad.gz", "bad.parquet"):
+        Path(name).write_bytes(b"<html>Not Found</html>")
+    assert line in refused(code, "tokenize-corpus", *args)
+    assert not list(Path("data").glob("corpus*"))
