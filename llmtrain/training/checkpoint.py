@@ -40,6 +40,7 @@ from llmtrain.storage.errors import (
 from llmtrain.storage.manifest import read_json, read_sealed, seal, sha256_file
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import MOMENTS, AdamW
+from llmtrain.training.snapshot import Snapshot
 from llmtrain.training.step import COMPUTE_DTYPES
 
 FORMAT = 1
@@ -85,15 +86,20 @@ def not_finite(buffers: Mapping[str, Tensor]) -> str | None:
     return next((name for name, norm in norms if not math.isfinite(norm)), None)
 
 
-def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state: dict[str, Any]) -> Path:
-    """Writes the checkpoint of `step` and returns its folder; the state on the device is read first.
+def save(run_dir: Path, step: int, snapshot: Snapshot, state: dict[str, Any]) -> Path:
+    """Writes the checkpoint of `step`, of which `snapshot` has taken a copy, and returns its folder.
 
     `state` is what state.json holds beside the optimizer's counts. Raises Diverged where a weight or moment is not
     finite, CannotCreate and StorageFailure; the checkpoints that were there stay as they are.
     """
-    buffers = {"weight": flat.master.cpu(), **{name: getattr(optimizer, name).cpu() for name in MOMENTS}}
+    snapshot.wait()
+    flat, buffers = snapshot.flat, snapshot.buffers
     if name := not_finite(buffers):
-        raise Diverged(f"after step {step} a {name} is not finite")
+        before = next((f"; the checkpoint of step {s} is from before" for s in list_steps(run_dir) if s < step), "")
+        raise Diverged(
+            f"after step {step} a {name} is not finite: lower --learning-rate or raise --warmup-steps and start in "
+            f"another --run-dir{before}"
+        )
     entries = {
         MODEL: _entries(flat, buffers["weight"]),
         OPTIMIZER: {
@@ -126,7 +132,7 @@ def save(run_dir: Path, step: int, flat: FlatParameters, optimizer: AdamW, state
                 name: [{"file": file, "offsets": [0] * len(entry.shape), "shape": list(entry.shape)}]
                 for name, entry in of_file.items()
             }
-        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state, "optimizer": optimizer.counts()})
+        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state, "optimizer": snapshot.counts()})
         files[STATE] = {"bytes": (work / STATE).stat().st_size, "sha256": sha256_file(work / STATE)}
         manifest = {"format": FORMAT, "step": step, "files": files, "tensors": pieces}
         atomic.write_json(work / MANIFEST, seal(manifest))

@@ -128,6 +128,8 @@ class RunConfig:
     """Newest checkpoints to keep; 2 or more."""
     keep_every: int = 0
     """Steps between checkpoints that are kept for good, a multiple of checkpoint_every; 0: none is."""
+    max_save_failures: int = 3
+    """Saves in a row that may fail, on a full disk say, before the run ends; 1 or more."""
     log_every: int = 10
     """Steps between log lines."""
     val_every: int = 0
@@ -137,6 +139,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "accumulate", "global_batch_size", "checkpoint_every", "log_every")
+        _at_least(self, 1, "max_save_failures")
         _at_least(self, 0, "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
         if self.keep_every % self.checkpoint_every:

@@ -1,14 +1,11 @@
 """Whether a run is still one: it must not go on, or be saved, on numbers that are none."""
 
-import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from llmtrain.storage.errors import Diverged
 from llmtrain.training.checkpoint import list_steps
-from llmtrain.training.optimizer import MOMENTS
 from llmtrain.training.plan import Plan
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
@@ -28,11 +25,10 @@ class Health:
         self.in_a_row = int(self._optimizer.in_a_row)
         """Updates skipped in a row up to the last look."""
 
-    def check(self, weights: bool = False) -> tuple[str, dict[str, Any]]:
+    def check(self) -> tuple[str, dict[str, Any]]:
         """What was skipped since the last look, in words and as fields; nothing of both where nothing was.
 
-        Raises Diverged where too many updates in a row were skipped and, with `weights`, where a weight or moment is
-        not finite.
+        Raises Diverged where too many updates in a row were skipped.
         """
         _, skipped, self.in_a_row = self._optimizer.tally.tolist()
         spikes_before, self._spikes = self._spikes, self._spikes_so_far()
@@ -42,13 +38,6 @@ class Health:
             text, fields = self._row()
             many = f"more than {self._patience} updates in a row were skipped (--max-bad-steps)"
             raise self._diverged(f"{many}; {text}", fields["first"])
-        if weights:
-            moments = {name: getattr(self._optimizer, name) for name in MOMENTS}
-            for name, buffer in {"weight": self._run.step.flat.master, **moments}.items():
-                # A norm makes no copy as isfinite would, and keeps NaN.
-                if not math.isfinite(float(torch.linalg.vector_norm(buffer, math.inf))):
-                    at_step = self._run.at_step
-                    raise self._diverged(f"after step {at_step} a {name} is not finite", at_step)
         if not new:
             return "", {}
         text, fields = self._row()

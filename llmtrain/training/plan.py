@@ -201,6 +201,8 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     lines += corpus_lines(order, plan.total_samples)
     lines += [
         *memory_lines(plan.memory, plan.device_bytes),
+        f"saving      {in_bytes(checkpoint_bytes(config))} of {'pinned' if plan.device_bytes else 'more'} host memory "
+        "hold what is written while training goes on",
         disk_line(config, plan.total_steps, checkpoints, free_bytes(_existing(run.run_dir))),
         f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "
         f"(classic {classic_flops_per_token(model, seq_len) / 1e6:,.1f}), "

@@ -21,6 +21,7 @@ from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.metrics import RunLog, Throughput, duration
 from llmtrain.training.notify import LONG, Supervisor
 from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
+from llmtrain.training.saving import Saver
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
 from llmtrain.training.step import make_deterministic
@@ -148,9 +149,7 @@ def _say_pace(run: Started, plan: Plan, log: RunLog, micro_batches: int, seconds
 def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supervisor) -> None:
     """Trains from run.at_step to the plan's end."""
     settings, seq_len, step = run.config.run, run.config.data.seq_len, run.step
-    saved_at = run.at_step if run.at_step else -1
     first = run.at_step + 1
-    sound = {run.at_step: True} if run.at_step else {}
     throughput = Throughput()
     health = Health(run, plan)
     waited = 0.0
@@ -159,31 +158,15 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
     def tokens() -> int:
         return plan.samples(run.at_step) * seq_len
 
-    def look(weights: bool = False) -> None:
-        text, fields = health.check(weights)
+    def look() -> None:
+        text, fields = health.check()
         if text:
             log.event(run.at_step, tokens(), "skipped", text, **fields)
 
     def save() -> None:
-        nonlocal saved_at
-        if saved_at == run.at_step:
-            return
         throughput.pause()
-        supervisor.alive(LONG)
-        look(weights=True)
-        log.sync()  # the lines of a step must be there before the checkpoint that makes them count
-        since = time.perf_counter()
-        state = run.state(plan.samples(run.at_step))
-        folder = checkpoint.save(settings.run_dir, run.at_step, step.flat, step.optimizer, state)
-        sound[run.at_step] = True
-        notes = []
-        if health.in_a_row == 0:  # in a bad row those from before it are all kept
-            notes = checkpoint.rotate(settings.run_dir, settings.keep_checkpoints, settings.keep_every, sound)
-        seconds = time.perf_counter() - since
-        log.event(run.at_step, tokens(), "checkpoint", f"saved {folder} in {seconds:.2f} s", seconds=seconds)
-        for note in notes:
-            log.event(run.at_step, tokens(), "note", note)
-        saved_at = run.at_step
+        supervisor.alive(LONG)  # the save before may still be written
+        saver.save()
         throughput.resume()
 
     def evaluate(done: Container[str] = ()) -> bool:
@@ -238,7 +221,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         device=run.device,
         document_mask=run.config.data.document_mask,
     )
-    with stream:
+    with Saver(run, plan, log) as saver, stream:
         throughput.resume()
         while run.at_step < plan.total_steps:
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
@@ -250,7 +233,9 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                     pass
                 if stop:
                     # A step that has begun is dropped: the first micro-batch of the next one overwrites its gradients.
-                    save()
+                    supervisor.alive(LONG)
+                    look()
+                    saver.finish(f"stopped by {stop.name} at step {run.at_step} of {plan.total_steps}")
                     raise stopped()
                 batch = next(stream)
                 step.micro_step(batch.ids, batch.targets, first=i == 0, doc_start=batch.doc_start)
@@ -260,6 +245,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
             step.optimizer_step(lr)
             run.at_step += 1
             throughput.add(samples * seq_len)
+            saver.look()
 
             last = run.at_step == plan.total_steps
             if run.at_step == first:
@@ -280,6 +266,9 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 evaluate()
             if run.at_step % settings.checkpoint_every == 0 or last:
                 save()
-    if not evaluate():
+        evaluated = evaluate()
+        supervisor.alive(LONG)
+        saver.finish(f"all {plan.total_steps} steps are done")
+    if not evaluated:
         raise stopped()
     finish(f"finished: {plan.total_steps} steps, {tokens():,} tokens")

@@ -54,6 +54,10 @@ class TrainStep:
         self.why_not_captured: str | None = None
         self.wants_capture = device.type == "cuda" if capture is None else capture
         self.previous: torch.cuda.Event | None = None
+        self.reader: torch.cuda.Event | None = None
+        """The end of a copy of weights and moments on another stream; the next update waits for it."""
+        self.held: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Before and after that wait."""
 
     @classmethod
     def build(
@@ -104,6 +108,7 @@ class TrainStep:
 
     def optimizer_step(self, lr: float) -> None:
         """Divides the sums by the number of targets and updates the weights at rate `lr`."""
+        self.wait_for_reader()
         self.optimizer.lr.fill_(lr)
         if self.graphs:
             self.graphs["update"].replay()
@@ -115,6 +120,24 @@ class TrainStep:
                 self.previous.synchronize()
             self.previous = torch.cuda.Event()
             self.previous.record()
+
+    def wait_for_reader(self) -> None:
+        """Holds the device, not the host, until nobody copies weights and moments any more: before they are written."""
+        if self.reader is None:
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda.current_stream().wait_event(self.reader)
+        end.record()
+        self.reader, self.held = None, (begin, end)
+
+    def take_held(self) -> float | None:
+        """Milliseconds that the last such wait took, which it waits for; None where there was none since asked."""
+        if self.held is None:
+            return None
+        (begin, end), self.held = self.held, None
+        end.synchronize()
+        return begin.elapsed_time(end)
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last step, and the only wait for the device. Losses are means over its targets, in nats;

@@ -25,6 +25,7 @@ from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.snapshot import Snapshot
 
 CONFIG = ModelConfig(vocab_size=32000, d_model=640, n_layers=8, n_heads=10, n_kv_heads=2, d_ff=1760, max_seq_len=1024)
 CHUNK = 4 << 20
@@ -63,6 +64,7 @@ def measure(folder: Path, rounds: int) -> dict:
     buffers = [flat.master, optimizer.exp_avg, optimizer.exp_avg_sq]
     for buffer in buffers:
         buffer.normal_()
+    snapshot = Snapshot(flat, optimizer)
     views = [buffer.view(torch.uint8).numpy().data for buffer in buffers]
     plain, run = folder / "plain.bin", folder / "run"
     saved = checkpoint.folder_of(run, 1)
@@ -74,7 +76,7 @@ def measure(folder: Path, rounds: int) -> dict:
         os.sync()
         times = {"plain write": timed(lambda: plain_write(plain, views))}
         os.sync()
-        times["save"] = timed(lambda: checkpoint.save(run, 1, flat, optimizer, {}))
+        times["save"] = timed(lambda: (snapshot.take(), checkpoint.save(run, 1, snapshot, {})))
         if turn:
             for name, value in times.items():
                 seconds[name].append(value)

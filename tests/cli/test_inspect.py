@@ -16,6 +16,7 @@ from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.snapshot import Snapshot
 from tests.corpus.files import some_documents, write_documents, write_flat, write_ids
 
 MODEL = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32)
@@ -25,6 +26,7 @@ def make_run(run_dir: Path) -> Path:
     """Two checkpoints of a small model, and what a run writes beside them."""
     run_dir.mkdir()
     flat = FlatParameters(Transformer(MODEL, device="meta"), "cpu", torch.bfloat16)
+    snapshot = Snapshot(flat, AdamW(flat, OptimizerConfig()))
     for step in (5, 10):
         state = {
             "samples": 4 * step,
@@ -33,7 +35,7 @@ def make_run(run_dir: Path) -> Path:
             "corpus": [{"tokens": 1234}, {"tokens": 5678}],
             "environment": {"torch": "2.13.0", "threads": 2},
         }
-        checkpoint.save(run_dir, step, flat, AdamW(flat, OptimizerConfig()), state)
+        checkpoint.save(run_dir, step, snapshot, state)
     atomic.write_json(run_dir / "status.json", {"state": "stopped", "reason": "SIGTERM", "step": 10})
     with JsonLines(run_dir / "metrics.jsonl") as journal:
         for step in (5, 10):

@@ -16,6 +16,7 @@ from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.snapshot import Snapshot
 
 CONFIG = ModelConfig(
     vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32, qk_norm=True
@@ -36,13 +37,19 @@ def state(seed: int, config: ModelConfig = CONFIG) -> tuple[FlatParameters, Adam
     return flat, optimizer
 
 
+def taken(flat: FlatParameters, optimizer: AdamW) -> Snapshot:
+    snapshot = Snapshot(flat, optimizer)
+    snapshot.take()
+    return snapshot
+
+
 def save(run_dir: Path, step: int, seed: int) -> Path:
-    return checkpoint.save(run_dir, step, *state(seed), {"config": {"model": vars(CONFIG)}})
+    return checkpoint.save(run_dir, step, taken(*state(seed)), {"config": {"model": vars(CONFIG)}})
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     flat, optimizer = state(5)
-    folder = checkpoint.save(tmp_path, 7, flat, optimizer, {"samples": 42})
+    folder = checkpoint.save(tmp_path, 7, taken(flat, optimizer), {"samples": 42})
     other, its_optimizer = state(6)
     loaded = checkpoint.load(folder, other, its_optimizer)
     counts = {"count": 5, "skipped": 2, "skipped_in_a_row": 1}
@@ -56,7 +63,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
 
 def test_the_safetensors_library_reads_the_weights(tmp_path):
     flat, optimizer = state(1)
-    folder = checkpoint.save(tmp_path, 1, flat, optimizer, {})
+    folder = checkpoint.save(tmp_path, 1, taken(flat, optimizer), {})
     weights = safetensors.torch.load_file(folder / checkpoint.MODEL)
     assert set(weights) == set(flat.parameters)
     for name, parameter in flat.parameters.items():
@@ -65,7 +72,7 @@ def test_the_safetensors_library_reads_the_weights(tmp_path):
 
 def test_a_weights_file_is_four_bytes_a_parameter(tmp_path):
     flat, optimizer = state(1)
-    path = checkpoint.save(tmp_path, 1, flat, optimizer, {}) / checkpoint.MODEL
+    path = checkpoint.save(tmp_path, 1, taken(flat, optimizer), {}) / checkpoint.MODEL
     with open(path, "rb") as file:
         (header,) = struct.unpack("<Q", file.read(8))
     assert path.stat().st_size == 8 + header + 4 * sum(p.numel() for p in flat.parameters.values())
@@ -150,11 +157,11 @@ def test_what_is_not_finite_is_never_written_nor_loaded(tmp_path, monkeypatch):
         flat, optimizer = state(2)
         getattr(flat if buffer == "master" else optimizer, buffer)[3] = float("nan" if buffer == "master" else "inf")
         with pytest.raises(Diverged):
-            checkpoint.save(tmp_path, 2, flat, optimizer, {})
+            checkpoint.save(tmp_path, 2, taken(flat, optimizer), {})
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     with monkeypatch.context() as patched:  # as another program might
         patched.setattr(checkpoint, "not_finite", lambda buffers: None)
-        checkpoint.save(tmp_path, 2, flat, optimizer, {})
+        checkpoint.save(tmp_path, 2, taken(flat, optimizer), {})
     found, said = checkpoint.restore_newest(tmp_path, *state(9))
     assert found is not None and found["step"] == 1 and "not finite" in said[0]
 

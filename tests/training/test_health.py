@@ -101,7 +101,7 @@ def test_what_a_person_is_pointed_to_is_what_the_step_saw(corpus, tmp_path, monk
 @pytest.mark.parametrize("what", ["lm_loss", "aux_loss", "gradients"])
 def test_too_many_in_a_row_end_the_run_a_log_interval_later_at_most(what, corpus, tmp_path, monkeypatch):
     spoil(monkeypatch, what, range(5, 13))  # eight; those after them would be sound again
-    settings = {"checkpoint_every": 3, "log_every": 10, "keep_checkpoints": 2}
+    settings = {"checkpoint_every": 3, "log_every": 4, "keep_checkpoints": 2}
     asked = config(corpus, tmp_path / "run", total_steps=60, run=settings, optimizer={"max_bad_steps": 7})
     with pytest.raises(Diverged) as failed:
         run.train(asked, resume=False)
