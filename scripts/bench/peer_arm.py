@@ -25,10 +25,10 @@ from llmtrain.benchmark.data import random_batches  # noqa: E402
 from llmtrain.benchmark.machine import installed  # noqa: E402
 from llmtrain.benchmark.row import out_of_memory  # noqa: E402
 from llmtrain.benchmark.step import (  # noqa: E402
-    DISTINCT_STEPS,
     LEARNING_RATE,
     RandomSteps,
     device_name,
+    distinct_steps,
     peak_memory,
 )
 from llmtrain.benchmark.timing import burst, steps_for  # noqa: E402
@@ -86,7 +86,7 @@ class Torch:
             groups, lr=LEARNING_RATE, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True, capturable=captured
         )
         self.clip = c.grad_clip
-        count = DISTINCT_STEPS * shape.accumulate
+        count = distinct_steps(shape.accumulate) * shape.accumulate
         self.batches = random_batches(shape.model.vocab_size, count, shape.batch_size, shape.seq_len, device, SEED)
         self.ids, self.targets = (torch.empty_like(t) for t in self.batches[0])
         self.sum = torch.zeros((), device=device)

@@ -101,7 +101,7 @@ SMOKE = [
             *(Entry(arm, Shape(TINY, 4, 32)) for arm in (OURS, COPY, "plain", "transformers")),
             Entry(OURS, Shape(TINY, 2, 32, accumulate=2)),
         ),
-        steps=6,
+        steps=30,
     )
 ]
 
