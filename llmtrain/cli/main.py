@@ -30,6 +30,7 @@ COMMANDS = {
     "train-tokenizer": ("llmtrain.cli.train_tokenizer", "Train a byte-level BPE tokenizer on text files."),
     "tokenize-corpus": ("llmtrain.cli.tokenize_corpus", "Turn text files into a token file."),
     "train": ("llmtrain.cli.train", "Train a language model on token files, or go on with a run."),
+    "service": ("llmtrain.cli.service", "Write a systemd unit that keeps a run going."),
     "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),
     "evaluate": ("llmtrain.cli.evaluate", "Loss, perplexity and bits per byte of a model on a token file."),
     "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run holds."),

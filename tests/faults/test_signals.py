@@ -1,44 +1,12 @@
 """A signal in every phase of a run: saved, exit code 75, and `--resume` ends in the bits of an undisturbed run."""
 
-import hashlib
 import json
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.faults.forks import Forks
-from tests.training.conftest import write_corpus
-
-STEPS = 8
-OPTIONS = [
-    "train", "--resume", "--d-model", "32", "--n-layers", "1", "--n-heads", "4", "--n-kv-heads", "2", "--head-dim", "8",
-    "--d-ff", "48", "--seq-len", "16", "--batch-size", "2", "--accumulate", "3", "--total-steps", STEPS,
-    "--warmup-steps", "4", "--learning-rate", "0.01", "--device", "cpu", "--precision", "fp32", "--log-every", "1",
-    "--checkpoint-every", "4", "--val-tokens", "held=val.u16", "--val-every", "3", "--val-windows", "8",
-    "--tokens", "corpus.u16",
-]  # fmt: skip
-
-# Wraps a function so that its call number `at` says that it is there and dwells.
-DWELL = """
-import threading, time
-from llmtrain.corpus import batches
-from llmtrain.storage import atomic
-from llmtrain.training import run, start, step, validate
-
-def dwell(where, name, at, seconds=0.4):
-    original, calls = getattr(where, name), [0]
-    def slow(*arguments, **named):
-        mine = where is not batches or threading.current_thread().name == "batches"
-        calls[0] += mine
-        if mine and calls[0] == at:
-            print("HERE", flush=True)
-            time.sleep(seconds)
-        return original(*arguments, **named)
-    setattr(where, name, slow)
-"""
+from tests.faults.conftest import DWELL, OPTIONS, result
 
 # Phase -> (where it dwells, the step whose checkpoint is there in the end). Micro-step 3n + 1 begins step n + 1.
 PHASES = {
@@ -54,36 +22,6 @@ PHASES = {
     "waiting for data": ("batches.FILL_TOKENS = 96\ndwell(batches, '_fill', 6, seconds=1000)", 5),
 }
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signals")
-    write_corpus(folder / "corpus.u16", 3000)
-    write_corpus(folder / "val.u16", 900, seed=3)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as forks:
-        yield forks
-
-
-def result(run_dir: Path) -> tuple:
-    """What must be the same however often a run was stopped."""
-    folder = run_dir / f"checkpoints/step-{STEPS:08d}"
-    names = ("model.safetensors", "optimizer.safetensors")
-    tensors = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = [(x["step"], x["lm_loss"], x["grad_norm"], x["lr"]) for x in lines if x["kind"] == "train"]
-    return tensors, trained, [(x["step"], x["source"], x["val_loss"]) for x in lines if x["kind"] == "eval"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(here: Path, forks: Forks) -> tuple:
-    assert forks.start(here, "whole", *OPTIONS, "--run-dir", "whole").end() == 0
-    return result(here / "whole")
 
 
 @pytest.mark.parametrize(("phase", "number"), list(zip(PHASES, SIGNALS * 2, strict=True)))
