@@ -193,5 +193,5 @@ def step_lines(run_dir: Path, step: int) -> Iterator[Line]:
         cut, one = order.cuts[s], np.array([window])
         ids = cut.gather(one).ids[0]
         content = tokenizer.decode(ids[:EXCERPT])[:EXCERPT] if tokenizer else ids[:16].tolist()
-        where = f"{order.sources[s].name} window {window}, tokens from {int(cut.first_tokens(one)[0]):,} on"
+        where = f"{order.sources[s].name} window {window}, tokens from {int(cut.pieces(one).starts[0]):,} on"
         yield f"{sample:,}", f"{where}: {json.dumps(content, ensure_ascii=False)}"

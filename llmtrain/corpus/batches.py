@@ -17,7 +17,7 @@ import torch
 
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
-from llmtrain.corpus.windows import Cut
+from llmtrain.corpus.windows import Cut, Pieces
 from llmtrain.storage.errors import LlmtrainError, UsageError
 
 IGNORED = -100
@@ -73,9 +73,16 @@ def _empty(rows: int, seq_len: int, pinned: bool) -> Batch:
     return Batch(ids, targets, torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned), rows, 0)
 
 
-def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_mask: bool, batch: Batch) -> np.ndarray:
+def _fill(
+    order: SampleOrder,
+    source: np.ndarray,
+    window: np.ndarray,
+    document_mask: bool,
+    batch: Batch,
+    pieces: list[Pieces] | None = None,
+) -> np.ndarray:
     """Writes the rows located at `source`, `window` (B,) into the host tensors of `batch`, (B, T). Returns the pairs
-    that attend in each row, (B,) int64, none in a missing one."""
+    that attend in each row, (B,) int64, none in a missing one. `pieces`: of each source's windows, where known."""
     rows, seq_len = batch.ids.shape
     tokens = np.zeros((rows, seq_len + 1), np.uint16)
     starts = [np.arange(rows) * seq_len]
@@ -84,8 +91,11 @@ def _fill(order: SampleOrder, source: np.ndarray, window: np.ndarray, document_m
     for s in range(len(order.sources)):
         mine = np.flatnonzero(source == s)
         if mine.size:
-            gathered = order.cuts[s].gather(window[mine])
-            tokens[mine] = gathered.ids
+            gathered = order.cuts[s].gather(window[mine], pieces[s] if pieces else None)
+            if mine.size == rows:
+                tokens = gathered.ids
+            else:
+                tokens[mine] = gathered.ids
             border = mine[gathered.rows] * seq_len + gathered.columns
             ends.append(border - 1)  # flat position of a document's last token
             starts.append(border[gathered.columns < seq_len])
@@ -267,19 +277,19 @@ class BatchStream:
             cuts = np.cumsum([len(samples) for samples in chunk])[:-1]
             yield from zip(np.split(source, cuts), np.split(window, cuts), strict=True)
             at_once = max(1, LOCATE_ROWS // len(chunk[0]))
-            for cut in self._order.cuts:
-                cut.release()
 
-    def _read_ahead(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """What `_located` gives, each asked for from disk AHEAD_TOKENS before it is handed on. The distance grows by
-        one fill for each that is handed on: the first ones come at once and the disk is never asked for much."""
-        ahead: deque[tuple[np.ndarray, np.ndarray]] = deque()
+    def _read_ahead(self) -> Iterator[tuple[np.ndarray, np.ndarray, list[Pieces]]]:
+        """What `_located` gives and the pieces of each source's windows, asked for from disk AHEAD_TOKENS before they
+        are handed on. The distance grows by one fill for each that is handed on: the first ones come at once and the
+        disk is never asked for much."""
+        ahead: deque[tuple[np.ndarray, np.ndarray, list[Pieces]]] = deque()
         most = max(1, AHEAD_TOKENS // (self._batch_size * self._per_fill * self._order.seq_len))
         grow = False
         for source, window in self._located():
-            for s, cut in enumerate(self._order.cuts):
-                cut.read_ahead(window[source == s])
-            ahead.append((source, window))
+            pieces = [cut.pieces(window[source == s]) for s, cut in enumerate(self._order.cuts)]
+            for cut, (_, starts, lengths) in zip(self._order.cuts, pieces, strict=True):
+                cut.file.read_ahead(starts, lengths)
+            ahead.append((source, window, pieces))
             if len(ahead) > most or not grow:
                 yield ahead.popleft()
             grow = not grow
@@ -290,7 +300,7 @@ class BatchStream:
         for cut in self._order.cuts:
             threading.Thread(target=_read_index_ahead, args=(cut,), daemon=True).start()
         try:
-            for source, window in self._read_ahead():
+            for source, window, pieces in self._read_ahead():
                 pinned = self._free.get()
                 if self._closed.is_set():
                     return
@@ -299,9 +309,9 @@ class BatchStream:
                 else:
                     pinned.copied.synchronize()
                     batch = _rows(pinned.batch, 0, len(source), len(source))
-                pairs = _fill(self._order, source, window, self._document_mask, batch)
+                attending = _fill(self._order, source, window, self._document_mask, batch, pieces)
                 sequences = (source >= 0).reshape(-1, self._batch_size).sum(1).tolist()
-                by_group = pairs.reshape(-1, self._batch_size).sum(1).tolist()
+                by_group = attending.reshape(-1, self._batch_size).sum(1).tolist()
                 self._ready.put(_Filled(batch, sequences, by_group, pinned))
             self._ready.put(None)
         except BaseException as error:

@@ -1,9 +1,8 @@
 """Windows filled with whole documents, best fit: the index `X.u16.pack-SEQLEN` beside a token file.
 
     4096 bytes   JSON: counts, the hash of the token file's content, those of the three parts, and its own
-    u64          the token where each piece begins
-    u32          the length of each piece in tokens
-    u64          the end of each window in pieces
+    u64, u32     of each piece the token where it begins, and its length in tokens; window by window
+    u64, u64     runs of windows that have equally many pieces: how many pieces each, how many windows
 
 A piece is a document, or a part of one that is longer than a window of `seq_len` + 1 tokens. Such a document gives
 whole windows first, which share a token with their neighbours, and its rest is packed like a document. What is left of
@@ -13,19 +12,17 @@ the file, and which ones share a window depends on nothing but their lengths.
 
 import hashlib
 import json
-import mmap
 import os
-import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.corpus.token_file import TokenFile, advise, mapping_of
-from llmtrain.corpus.windows import Gathered
+from llmtrain.corpus.token_file import TokenFile, advise
+from llmtrain.corpus.windows import Gathered, Pieces
 from llmtrain.storage.atomic import AtomicFile, atomic_file
 from llmtrain.storage.errors import BadData, LlmtrainError, UsageError, read_error, write_error
 from llmtrain.storage.manifest import seal
@@ -33,6 +30,7 @@ from llmtrain.storage.reading import open_file
 
 FORMAT = 1
 HEADER = 4096
+PIECE = np.dtype([("start", "<u8"), ("length", "<u4")])
 CHUNK_DOCUMENTS = 1 << 20
 CHUNK_WINDOWS = 1 << 18
 """Documents, and windows' worth of tokens, that are packed together. Part of the format: others give other windows."""
@@ -87,8 +85,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def _pieces(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Documents (N,) -> the start, length and window, from 0, of each piece, by window and start; all int64."""
+def _pieces_of(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Documents (N,) -> the start, length and window, from 0, of each piece, by window and start; all int64. Windows of
+    few pieces come first."""
     targets = np.maximum(ends - begins - 1, 0)
     whole, rest = np.divmod(targets, seq_len)
     document = np.repeat(np.arange(len(begins)), whole)
@@ -99,6 +98,10 @@ def _pieces(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndar
     starts = begins[rests] + whole[rests] * seq_len
     lengths = rest[rests] + 1
     window = best_fit(lengths, seq_len + 1)
+    by_count = np.argsort(np.bincount(window), kind="stable")
+    rank = np.empty_like(by_count)
+    rank[by_count] = np.arange(by_count.size)
+    window = rank[window]
     order = np.lexsort((starts, window))
     return (
         np.concatenate([full, starts[order]]),
@@ -143,43 +146,37 @@ def build(file: TokenFile, seq_len: int) -> Path:
 
 
 def _write(file: TokenFile, seq_len: int, out: AtomicFile, bar: tqdm) -> None:
-    counts = {"windows": 0, "pieces": 0, "documents": 0, "split": 0, "padding": 0}
-    digests = {part: hashlib.sha256() for part in ("starts", "lengths", "ends")}
-    folder = file.path.absolute().parent
-    with TemporaryFile(dir=folder) as lengths_file, TemporaryFile(dir=folder) as ends_file:
-        parts: dict[str, BinaryIO] = {"starts": out, "lengths": lengths_file, "ends": ends_file}
-
-        def write(part: str, data: np.ndarray) -> None:
-            digests[part].update(data.data)
-            parts[part].write(data.data)
-
-        out.write(bytes(HEADER))
-        for begins, ends in _chunks(file, seq_len):
-            if np.any(ends < begins) or ends[-1] > file.tokens:
-                raise BadData(f"{file.path}: its document index is damaged: make the token file anew")
-            starts, lengths, window = _pieces(begins, ends, seq_len)
-            windows = int(window.max()) + 1 if window.size else 0
-            write("starts", starts.astype("<u8"))
-            write("lengths", lengths.astype("<u4"))
-            write("ends", (counts["pieces"] + np.cumsum(np.bincount(window, minlength=windows))).astype("<u8"))
-            counts["documents"] += len(ends)
-            counts["split"] += int(np.count_nonzero(ends - begins > seq_len + 1))
-            counts["padding"] += windows * (seq_len + 1) - int(lengths.sum())
-            counts["windows"] += windows
-            counts["pieces"] += len(starts)
-            bar.update(int(ends[-1] - begins[0]))
-        if counts["pieces"] % 2:
-            lengths_file.write(bytes(4))  # so that the ends lie at whole eights
-        for part in (lengths_file, ends_file):
-            part.seek(0)
-            shutil.copyfileobj(part, out, 1 << 20)
+    counts = {"windows": 0, "pieces": 0, "documents": 0, "split": 0, "padding": 0, "runs": 0}
+    digest = hashlib.sha256()
+    runs = []
+    out.write(bytes(HEADER))
+    for begins, ends in _chunks(file, seq_len):
+        if np.any(ends < begins) or ends[-1] > file.tokens:
+            raise BadData(f"{file.path}: its document index is damaged: make the token file anew")
+        starts, lengths, window = _pieces_of(begins, ends, seq_len)
+        records = np.empty(len(starts), PIECE)
+        records["start"], records["length"] = starts, lengths
+        digest.update(records.tobytes())
+        out.write(records.tobytes())
+        of_window = np.bincount(window)
+        runs.append(np.stack(np.unique(of_window, return_counts=True), axis=1))
+        counts["documents"] += len(ends)
+        counts["split"] += int(np.count_nonzero(ends - begins > seq_len + 1))
+        counts["padding"] += of_window.size * (seq_len + 1) - int(lengths.sum())
+        counts["windows"] += of_window.size
+        counts["pieces"] += len(starts)
+        bar.update(int(ends[-1] - begins[0]))
+    table = np.concatenate(runs).astype("<u8")
+    counts["runs"] = len(table)
+    digest.update(table.tobytes())
+    out.write(table.tobytes())
     header = {
         "format": FORMAT,
         "seq_len": seq_len,
         "tokens": file.tokens,
         "token_file_sha256": file.content_sha256(),
         **counts,
-        "parts_sha256": {part: digest.hexdigest() for part, digest in digests.items()},
+        "content_sha256": digest.hexdigest(),
     }
     out.seek(0)
     text = json.dumps(seal(header), indent=1).encode()
@@ -199,30 +196,37 @@ class Packed:
         self.header = header
         self.seq_len: int = header["seq_len"]
         self.windows: int = header["windows"]
-        pieces = header["pieces"]
-        lengths_at = HEADER + 8 * pieces
-        self._starts = _map(path, "<u8", HEADER, pieces)
-        self._lengths = _map(path, "<u4", lengths_at, pieces)
-        self._ends = _map(path, "<u8", lengths_at + 4 * (pieces + pieces % 2), self.windows)
-
-    def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """windows (N,) -> row, start and length of each of their pieces, int64."""
-        last = np.asarray(self._ends[windows]).astype(np.int64)
-        first = np.where(windows > 0, self._ends[np.maximum(windows - 1, 0)].astype(np.int64), 0)
-        counts = last - first
-        if np.any(counts < 0) or np.any(last > self._starts.size):
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        data = os.pread(self._descriptor, 16 * header["runs"], HEADER + PIECE.itemsize * header["pieces"])
+        self._of_run, windows = np.frombuffer(data, "<i8").reshape(-1, 2).T
+        self._run_ends = np.cumsum(windows)
+        self._run_begins = self._run_ends - windows
+        pieces = self._of_run * windows
+        self._run_pieces = np.cumsum(pieces) - pieces
+        if self._run_ends[-1] != self.windows or pieces.sum() != header["pieces"] or np.any(self._of_run < 1):
             raise self._damaged()
+
+    def pieces(self, windows: np.ndarray) -> Pieces:
+        # Read and not mapped: a page that is mapped for the first time costs several reads, and stays this process'.
+        fd, size = self._descriptor, PIECE.itemsize
+        run = np.searchsorted(self._run_ends, windows, side="right")
+        counts = self._of_run[run]
+        first = self._run_pieces[run] + (windows - self._run_begins[run]) * counts
+        places = zip((HEADER + size * first).tolist(), (size * counts).tolist(), strict=True)
+        data = b"".join([os.pread(fd, nbytes, place) for place, nbytes in places])
+        if len(data) != size * int(counts.sum()):
+            raise self._damaged()
+        records = np.frombuffer(data, PIECE)
         rows = np.repeat(np.arange(len(windows)), counts)
-        which = np.arange(rows.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        starts, lengths = self._starts[which].astype(np.int64), self._lengths[which].astype(np.int64)
-        return rows, np.asarray(starts), np.asarray(lengths)
+        return Pieces(rows, records["start"].astype(np.int64), records["length"].astype(np.int64))
 
     def _damaged(self) -> BadData:
         return BadData(f"{self.path}: is damaged: remove it, and train makes it anew")
 
-    def gather(self, windows: np.ndarray) -> Gathered:
+    def gather(self, windows: np.ndarray, pieces: Pieces | None = None) -> Gathered:
         width = self.seq_len + 1
-        rows, starts, lengths = self._pieces(windows)
+        rows, starts, lengths = pieces or self.pieces(windows)
         before = np.cumsum(lengths) - lengths
         new_row = np.flatnonzero(np.diff(rows, prepend=-1))
         columns = before - np.repeat(before[new_row], np.diff(np.append(new_row, rows.size)))
@@ -230,44 +234,24 @@ class Packed:
         if np.any(starts + lengths > self.file.tokens) or np.any(starts < 0) or np.any(ends > width):
             raise self._damaged()
         ids = np.zeros((len(windows), width), np.uint16)
-        self.file.copy_pieces(ids.reshape(-1), rows * width + columns, starts, lengths)
+        self.file.read_pieces(ids.reshape(-1), rows * width + columns, starts, lengths)
         behind = np.flatnonzero(columns)
         return Gathered(ids, rows[behind], columns[behind], ends)
 
-    def first_tokens(self, windows: np.ndarray) -> np.ndarray:
-        rows, starts, _ = self._pieces(windows)
-        return starts[np.flatnonzero(np.diff(rows, prepend=-1))]
-
-    def read_ahead(self, windows: np.ndarray) -> None:
-        _, starts, lengths = self._pieces(windows)
-        self.file.read_ahead(starts, lengths)
-
     def read_index_ahead(self) -> None:
-        with open_file(self.path) as raw:
-            advise(raw.fileno(), 0, 0)
-
-    def release(self) -> None:
-        self.file.release()
-        for array in (self._starts, self._lengths, self._ends):
-            mapping_of(array).madvise(mmap.MADV_DONTNEED)
+        advise(self._descriptor, 0, 0)
 
     def verify(self) -> int:
         """Reads it all and compares with its header; the bytes read. Raises BadData where they differ."""
-        parts = {"starts": self._starts, "lengths": self._lengths, "ends": self._ends}
-        for name, part in parts.items():
+        with open(self.path, "rb") as file:
+            file.seek(HEADER)
             digest = hashlib.sha256()
-            for begin in range(0, part.size, 1 << 22):
-                digest.update(np.asarray(part[begin : begin + (1 << 22)]).data)
-            if digest.hexdigest() != self.header["parts_sha256"][name]:
-                raise self._damaged()
-        return sum(part.nbytes for part in parts.values())
-
-
-def _map(path: Path, dtype: str, offset: int, size: int) -> np.memmap:
-    try:
-        return np.memmap(path, dtype, "r", offset, (size,))
-    except OSError as error:
-        raise read_error(error, path) from error
+            while data := file.read(1 << 24):
+                digest.update(data)
+            size = file.tell()
+        if digest.hexdigest() != self.header["content_sha256"]:
+            raise self._damaged()
+        return size
 
 
 def open_packed(file: TokenFile, seq_len: int) -> Packed:
@@ -287,10 +271,9 @@ def open_packed(file: TokenFile, seq_len: int) -> Packed:
             raise bad
     except (ValueError, AttributeError, KeyError, AssertionError):
         raise bad from None
-    pieces, windows = header["pieces"], header["windows"]
-    if windows < 1:
+    if header["windows"] < 1:
         raise BadData(f"{file.path}: none of its documents has two tokens: there is nothing to pack")
-    if size != HEADER + 8 * pieces + 4 * (pieces + pieces % 2) + 8 * windows:
+    if size != HEADER + PIECE.itemsize * header["pieces"] + 16 * header["runs"]:
         raise bad
     if (header["tokens"], header["token_file_sha256"]) != (file.tokens, file.content_sha256()):
         raise BadData(f"{path}: was made of another {file.path.name}: remove it, and train makes it anew")

@@ -187,11 +187,8 @@ def mapping_of(array: np.memmap) -> mmap.mmap:
     return array.base
 
 
-def _check_length(path: Path, array: np.memmap) -> None:
-    """Raises BadData for a mapped file that became shorter: reading the lost part would kill the process (SIGBUS)."""
-    size = mapping_of(array).size()
-    if size < array.offset + array.nbytes:
-        raise BadData(f"{path}: was truncated to {size:,} bytes while in use: make the token file anew")
+def _truncated(path: Path, size: int) -> BadData:
+    return BadData(f"{path}: was truncated to {size:,} bytes while in use: make the token file anew")
 
 
 class TokenFile:
@@ -229,10 +226,11 @@ class TokenFile:
         self.documents: int = manifest["documents"] if manifest else 0 if doc_ends is None else doc_ends.size
         self.eos_id: int | None = manifest["eos_id"] if manifest else eos_id
         self._flat = np.asarray(ids)  # slices of a np.memmap cost microseconds more than those of an array
-        # Windows are read in random order: without this each page fault reads 128 KiB around a window of 2.
-        mapping_of(ids).madvise(mmap.MADV_RANDOM)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
+        if hasattr(os, "posix_fadvise"):
+            # Windows are read in random order: without this the system would read 128 KiB around a window of 2.
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     @classmethod
     def open(
@@ -324,22 +322,24 @@ class TokenFile:
 
         Raises BadData naming the position of an id that is not, or when the file was truncated since it was opened.
         """
-        _check_length(self.path, self.ids)
-        table = np.lib.stride_tricks.as_strided(
-            self._flat, (self.windows(seq_len), seq_len + 1), (2 * seq_len, 2), writeable=False
-        )
-        ids = table[windows]
-        if ids.size and int(ids.max()) >= self.vocab_size:
-            row, column = divmod(int(np.argmax(ids >= self.vocab_size)), seq_len + 1)
-            raise self._beyond(int(windows[row]) * seq_len + column)
+        ids = np.empty((len(windows), seq_len + 1), np.uint16)
+        at = np.arange(len(windows)) * (seq_len + 1)
+        self.read_pieces(ids.reshape(-1), at, windows * seq_len, np.full(len(windows), seq_len + 1))
         return ids
 
-    def copy_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
+    def read_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
         """Copies the ids of pieces (N,), `begins` and `lengths` in tokens of the file, to the places `at` (N,), which
         rise, of `out` (M,) uint16. Raises BadData as `gather`."""
-        _check_length(self.path, self.ids)
-        for to, begin, length in zip(at.tolist(), begins.tolist(), lengths.tolist(), strict=True):
-            out[to : to + length] = self._flat[begin : begin + length]
+        # Read and not copied out of the mapping: of a large file most windows lie in pages that were never mapped, and
+        # mapping them costs several times as much, grows the process, and kills it where the file was truncated.
+        fd, view = self._descriptor, out.data.cast("B")
+        places = zip((2 * at).tolist(), (2 * begins + self.ids.offset).tolist(), (2 * lengths).tolist(), strict=True)
+        try:
+            for to, begin, nbytes in places:
+                if os.preadv(fd, [view[to : to + nbytes]], begin) != nbytes:
+                    raise _truncated(self.path, os.fstat(fd).st_size)
+        except OSError as error:
+            raise read_error(error, self.path) from error
         if out.size and int(out.max()) >= self.vocab_size:
             place = int(np.argmax(out >= self.vocab_size))
             piece = int(np.searchsorted(at, place, side="right")) - 1
@@ -347,7 +347,7 @@ class TokenFile:
 
     def _beyond(self, token: int) -> BadData:
         return BadData(
-            f"{self.path}: id {self.ids[token]} at token {token:,} is beyond the vocabulary of {self.vocab_size}: "
+            f"{self.path}: id {int(self.ids[token])} at token {token:,} is beyond the vocabulary of {self.vocab_size}: "
             + ("make it anew" if self.manifest else "check --vocab-size")
         )
 
@@ -356,8 +356,13 @@ class TokenFile:
         from the EOS ids, for which the whole file is read. Ids behind the last EOS are a document too."""
         if self.doc_ends is not None:
             for first in range(0, self.doc_ends.size, 1 << 20):
+                mapping = mapping_of(self.doc_ends) if isinstance(self.doc_ends, np.memmap) else None
+                # Reading the lost part of a mapped file would kill the process (SIGBUS).
+                if mapping and mapping.size() < self.doc_ends.nbytes:
+                    raise _truncated(docs_path(self.path), mapping.size())
                 yield np.asarray(self.doc_ends[first : first + (1 << 20)]).astype(np.int64)
-                self.release()
+                if mapping:  # what was read stays in the page cache, but need not count as this process'
+                    mapping.madvise(mmap.MADV_DONTNEED)
             return
         end = 0
         with open(self.path, "rb", buffering=0) as file:
@@ -383,12 +388,12 @@ class TokenFile:
         """Where documents begin in gathered windows: windows (N,), ids (N, T + 1) -> rows (M,), columns (M,), int64.
 
         A border is a column c in 1..T with a document beginning there; row-major order. Column 0 is not looked at.
-        From the index where there is one, else from the EOS ids; none where neither is known.
+        From the index of a form of others that has one, else from the EOS ids, which in a file of ours stand where the
+        index says and nowhere else: searching them in tokens that are at hand costs less than reading the index. None
+        where neither is known.
         """
         seq_len = ids.shape[1] - 1
-        if self.doc_ends is not None:
-            if isinstance(self.doc_ends, np.memmap):
-                _check_length(docs_path(self.path), self.doc_ends)
+        if self.doc_ends is not None and self.manifest is None:
             begins = windows * seq_len
             # Keys of the index' own type: a search with int64 keys would convert the whole index to float64.
             first = np.searchsorted(self.doc_ends, begins.astype(np.uint64), side="right")
@@ -409,18 +414,6 @@ class TokenFile:
         """Asks the system to bring pieces (N,), in tokens, into the page cache."""
         for begin, length in zip((2 * begins + self.ids.offset).tolist(), (2 * lengths).tolist(), strict=True):
             advise(self._descriptor, begin, length)
-
-    def read_index_ahead(self) -> None:
-        """The same for the document index, as a whole."""
-        if isinstance(self.doc_ends, np.memmap):
-            with open_file(docs_path(self.path)) as file:
-                advise(file.fileno(), 0, 0)
-
-    def release(self) -> None:
-        """Lets go of the mapped pages that were read: they stay in the page cache, but are no longer this process'."""
-        mapping_of(self.ids).madvise(mmap.MADV_DONTNEED)
-        if isinstance(self.doc_ends, np.memmap):
-            mapping_of(self.doc_ends).madvise(mmap.MADV_DONTNEED)
 
     def verify(self) -> Iterator[int]:
         """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.

@@ -20,26 +20,33 @@ class Gathered(NamedTuple):
     """(N,) int64, how many tokens of each row are text; None where all are"""
 
 
+class Pieces(NamedTuple):
+    """What some windows are made of, in order of the rows and of the columns."""
+
+    rows: np.ndarray
+    """(P,) int64"""
+    starts: np.ndarray
+    """(P,) int64, the token of the file where each begins"""
+    lengths: np.ndarray
+    """(P,) int64, in tokens"""
+
+
 class Cut(Protocol):
     """A token file as windows of `seq_len` + 1 tokens, of which each is the context of the next."""
 
+    file: TokenFile
     seq_len: int
     windows: int
 
-    def gather(self, windows: np.ndarray) -> Gathered:
-        """windows (N,) int64. Raises BadData for an id beyond the vocabulary and a file that was truncated."""
+    def pieces(self, windows: np.ndarray) -> Pieces:
+        """windows (N,) int64 -> where their tokens lie. Raises BadData for an index that is damaged."""
 
-    def first_tokens(self, windows: np.ndarray) -> np.ndarray:
-        """Where in the file each window (N,) begins, int64."""
-
-    def read_ahead(self, windows: np.ndarray) -> None:
-        """Asks the system to bring the tokens of `windows` (N,) into the page cache."""
+    def gather(self, windows: np.ndarray, pieces: Pieces | None = None) -> Gathered:
+        """windows (N,) int64, with their pieces where those are known. Raises BadData for an id beyond the vocabulary
+        and a file that was truncated."""
 
     def read_index_ahead(self) -> None:
-        """The same for what says where documents lie, as a whole."""
-
-    def release(self) -> None:
-        """Lets go of the pages that were read: they stay in the page cache, but no longer count as this process'."""
+        """Asks the system to bring what says where the pieces lie into the page cache, as a whole."""
 
 
 class Concat:
@@ -50,18 +57,12 @@ class Concat:
         self.seq_len = seq_len
         self.windows = file.windows(seq_len)
 
-    def gather(self, windows: np.ndarray) -> Gathered:
+    def pieces(self, windows: np.ndarray) -> Pieces:
+        return Pieces(np.arange(len(windows)), windows * self.seq_len, np.full(len(windows), self.seq_len + 1))
+
+    def gather(self, windows: np.ndarray, pieces: Pieces | None = None) -> Gathered:
         ids = self.file.gather(windows, self.seq_len)
         return Gathered(ids, *self.file.borders(windows, ids), None)
 
-    def first_tokens(self, windows: np.ndarray) -> np.ndarray:
-        return windows * self.seq_len
-
-    def read_ahead(self, windows: np.ndarray) -> None:
-        self.file.read_ahead(windows * self.seq_len, np.full(len(windows), self.seq_len + 1))
-
     def read_index_ahead(self) -> None:
-        self.file.read_index_ahead()
-
-    def release(self) -> None:
-        self.file.release()
+        pass

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.corpus.token_file import BlockHashes, TokenFile, docs_path, write_manifest
+from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, TokenFile, docs_path, write_manifest
 
 EOS = 0
 
@@ -55,3 +55,18 @@ def some_documents(n: int, mean: int = 40, vocab_size: int = 512, seed: int = 0)
 def counting_file(path: Path, tokens: int) -> TokenFile:
     """A file whose id at position p is p: a window says by itself which one it is."""
     return TokenFile.open(write_ids(path, np.arange(tokens)), 1 << 16)
+
+
+def write_sparse(path: Path, tokens: int, documents: int = 50) -> Path:
+    """A token file of zeros, none of which is on the disk, in documents of one length."""
+    with open(path, "wb") as file:
+        file.truncate(2 * tokens)
+    (np.arange(1, documents + 1) * (tokens // documents)).astype("<u8").tofile(docs_path(path))
+    hashes = BlockHashes()
+    hashes.update(bytes(BLOCK_BYTES))
+    write_manifest(
+        path, tokens=tokens, documents=documents, max_id=0, vocab_size=96, eos_id=1, inputs=[],
+        tokenizer={"file": "tokenizer.json", "sha256": "0" * 64}, engine={"name": "tokenizers", "version": "1"},
+        sha256=hashes.hexdigests() * -(-2 * tokens // BLOCK_BYTES),
+    )  # fmt: skip
+    return path

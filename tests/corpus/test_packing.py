@@ -170,9 +170,11 @@ def test_what_cannot_be_packed_is_one_line(tmp_path):
         cut.gather(np.arange(cut.windows))
 
 
-def test_the_first_token_of_a_window_is_said(tmp_path: Path):
+def test_the_pieces_of_a_window_say_where_it_lies(tmp_path: Path):
     file = TokenFile.open(write_documents(tmp_path / "a.u16", documents_of([5, 3, 4, 9]), 4096))
     cut = open_or_build(file, 8)
-    gathered = cut.gather(np.arange(3))
-    assert file.ids[cut.first_tokens(np.arange(3))].tolist() == gathered.ids[:, 0].tolist()
-    assert pack_path(file.path, 8) == cut.path
+    rows, starts, lengths = cut.pieces(np.array([2, 0, 1]))
+    assert (rows.tolist(), cut.path) == ([0, 0, 1, 2], pack_path(file.path, 8))
+    found = cut.gather(np.array([2, 0, 1])).ids
+    assert np.array_equal(found[0], [*file.ids[starts[0] : starts[0] + lengths[0]], *file.ids[starts[1] :][:4]])
+    assert found[1:, 0].tolist() == file.ids[starts[2:]].tolist()

@@ -21,6 +21,7 @@ from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run, validate
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.start import open_corpus
+from tests.corpus.files import write_sparse
 from tests.training.conftest import config, write_corpus
 
 
@@ -165,6 +166,15 @@ def test_each_window_of_an_epoch_is_seen_once_across_a_resume(corpus, tmp_path, 
     run.train(config(corpus, tmp_path / "run", total_steps=None, epochs=1), resume=True)
     assert len(seen) == 37
     assert len(set(seen)) == 37
+
+
+def test_a_corpus_of_50_billion_tokens_is_planned_and_trained_on(tmp_path, capsys):
+    sparse = write_sparse(tmp_path / "sparse.u16", 50_000_000_000)
+    began = time.monotonic()
+    run.train(config(sparse, tmp_path / "run", total_steps=None, epochs=1e-9, warmup_steps=1), resume=False)
+    assert time.monotonic() - began < 20
+    assert [x["step"] for x in lines(tmp_path / "run", "train")] == [1]  # 3 of its 3,124,999,999 windows
+    assert "50,000,000,000 tokens, 0.00 epochs" in capsys.readouterr().out
 
 
 def test_another_number_of_batches_ahead_changes_no_bit(corpus, undisturbed, tmp_path, monkeypatch):
