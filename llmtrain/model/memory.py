@@ -94,8 +94,10 @@ def training_memory(
     attention: str = CUDNN,
     device: torch.device | str = "cuda",
     document_mask: bool = False,
+    verify: bool = False,
 ) -> MemoryPlan:
-    """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs."""
+    """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs; `verify`: with the
+    copy of the state from which a step is run again."""
     c, n = config, batch_size * seq_len
     d, f, q = c.d_model, c.d_ff, c.n_heads * c.head_dim
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -107,6 +109,7 @@ def training_memory(
         "gradients": 4 * parameters,
         "moments": 8 * parameters,
         "operands": width * parameters if precision == "bf16" else 0,
+        "copy to verify": 12 * parameters if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
     }

@@ -38,6 +38,12 @@ class InternalError(LlmtrainError):
     exit_code = 70
 
 
+class HardwareFault(LlmtrainError):
+    """The machine gave different results for the same computation; what it computes is not to be trusted."""
+
+    exit_code = 71
+
+
 class CannotCreate(LlmtrainError):
     """The place for an output does not take it: no such folder, no permission, read-only."""
 

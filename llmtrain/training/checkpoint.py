@@ -157,15 +157,20 @@ def clear_leftovers(run_dir: Path) -> None:
         atomic.remove_trash(folder)
 
 
-def rotate(run_dir: Path, keep: int, keep_every: int, sound: dict[int, bool]) -> list[str]:
-    """Removes all but the newest `keep` sound checkpoints and those whose step `keep_every` divides (0: none). One that
-    is not sound is never counted. Returns what is wrong with those that are not, each once.
+def rotate(
+    run_dir: Path, keep: int, keep_every: int, sound: dict[int, bool], trusted: int | None = None
+) -> list[str]:
+    """Removes all but the newest `keep` sound checkpoints, those whose step `keep_every` divides (0: none) and the
+    newest of step `trusted` or before. One that is not sound is never counted. Returns what is wrong with those that
+    are not, each once.
 
     `sound` remembers, for as long as a process lives, which steps' checkpoints are: those that it wrote or loaded, and
     by this function every other that had to be counted, which is read and hashed once."""
     said = []
     counted = 0
-    for step in list_steps(run_dir):
+    steps = list_steps(run_dir)
+    verified = next((step for step in steps if trusted is not None and step <= trusted), None)
+    for step in steps:
         folder = folder_of(run_dir, step)
         if counted < keep:
             try:
@@ -178,7 +183,7 @@ def rotate(run_dir: Path, keep: int, keep_every: int, sound: dict[int, bool]) ->
                 sound[step] = False
                 said.append(f"{error}; it is not counted as a checkpoint")
             counted += sound[step]
-        elif not (keep_every and step % keep_every == 0) and _manifest_holds(folder):
+        elif step != verified and not (keep_every and step % keep_every == 0) and _manifest_holds(folder):
             atomic.remove_tree(folder)
     return said
 

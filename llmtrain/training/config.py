@@ -120,6 +120,9 @@ class RunConfig:
     """What the backward runs again to save memory: nothing, what is cheap for its bytes, or whole blocks."""
     deterministic: bool = False
     """Bit-equal results from run to run on CUDA too, at some cost in speed."""
+    verify_every: int = 0
+    """Steps between those that are run a second time, from a copy of the state, to see that the machine gives the same
+    bits; needs deterministic and 12 bytes a parameter; 0: none is."""
     seed: int = field(default=0, metadata=DEFINES)
     """Seed of the initial weights and of the order of samples."""
     checkpoint_every: int = 1000
@@ -140,8 +143,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "accumulate", "global_batch_size", "checkpoint_every", "log_every")
         _at_least(self, 1, "max_save_failures")
-        _at_least(self, 0, "seed", "keep_every", "val_every", "val_windows")
+        _at_least(self, 0, "verify_every", "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
+        if self.verify_every and not self.deterministic:
+            raise ValueError(
+                f"verify_every {self.verify_every} needs --deterministic: without it a step may rightly give other bits"
+            )
         if self.keep_every % self.checkpoint_every:
             raise ValueError(
                 f"keep_every {self.keep_every} must be a multiple of checkpoint_every, {self.checkpoint_every}: no "

@@ -22,19 +22,18 @@ class Health:
         # A run that is shorter than the row it may have has to apply something too.
         self._patience = min(run.config.optimizer.max_bad_steps, plan.total_steps - 1)
         self._skipped, self._spikes = int(self._optimizer.skipped), self._spikes_so_far()
-        self.in_a_row = int(self._optimizer.in_a_row)
-        """Updates skipped in a row up to the last look."""
 
     def check(self) -> tuple[str, dict[str, Any]]:
         """What was skipped since the last look, in words and as fields; nothing of both where nothing was.
 
         Raises Diverged where too many updates in a row were skipped.
         """
-        _, skipped, self.in_a_row = self._optimizer.tally.tolist()
+        _, skipped, in_a_row = self._optimizer.tally.tolist()
         spikes_before, self._spikes = self._spikes, self._spikes_so_far()
         new, self._skipped = skipped - self._skipped, skipped
         spikes = self._spikes - spikes_before
-        if self.in_a_row > self._patience:
+        # Where this process has skipped none, a longer row is what the run was resumed with.
+        if in_a_row > self._patience and float(self._optimizer.bad[0]):
             text, fields = self._row()
             many = f"more than {self._patience} updates in a row were skipped (--max-bad-steps)"
             raise self._diverged(f"{many}; {text}", fields["first"])

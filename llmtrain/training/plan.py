@@ -112,6 +112,7 @@ def make_plan(
             attention=attention.name,
             device=device,
             document_mask=config.data.document_mask,
+            verify=bool(config.run.verify_every),
         ),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
     )
@@ -162,7 +163,8 @@ def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | Non
     """What the run's checkpoints will take, `there` of them being on the disk, against the bytes that are free."""
     run, one = config.run, checkpoint_bytes(config)
     saves = math.ceil(total_steps / run.checkpoint_every)
-    kept = min(saves, run.keep_checkpoints + (total_steps // run.keep_every if run.keep_every else 0))
+    for_good = total_steps // run.keep_every if run.keep_every else 0
+    kept = min(saves, run.keep_checkpoints + for_good + bool(run.verify_every))
     in_work = int(saves > kept)
     text = f"disk        {in_bytes(one)} a checkpoint, {in_bytes(kept * one)} for the {kept} that are kept"
     text += f" and {in_bytes(one)} for one in work" * in_work

@@ -21,6 +21,7 @@ from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.metrics import RunLog, Throughput, duration
 from llmtrain.training.notify import LONG, Supervisor
 from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
+from llmtrain.training.replay import Replay
 from llmtrain.training.saving import Saver
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
@@ -152,6 +153,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
     first = run.at_step + 1
     throughput = Throughput()
     health = Health(run, plan)
+    replay = Replay(run, log)
     waited = 0.0
     pairs = 0  # that attended since the last train line
 
@@ -227,6 +229,9 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
             lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
             micro_batches = math.ceil(samples / settings.batch_size)
+            verifies = replay.due(run.at_step + 1)
+            if verifies:
+                replay.begin()
             for i in range(micro_batches):
                 supervisor.alive()
                 while not stop and not stream.ready(POLL):
@@ -240,11 +245,18 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 batch = next(stream)
                 step.micro_step(batch.ids, batch.targets, first=i == 0, doc_start=batch.doc_start)
                 pairs += batch.pairs
+                if verifies:
+                    replay.keep(batch)
                 if i == 0 and run.at_step + 1 == first and micro_batches > 1:
                     _say_pace(run, plan, log, micro_batches, time.perf_counter() - began)
             step.optimizer_step(lr)
             run.at_step += 1
             throughput.add(samples * seq_len)
+            if verifies:
+                throughput.pause()
+                supervisor.alive(LONG)
+                replay.check(lr, tokens())
+                throughput.resume()
             saver.look()
 
             last = run.at_step == plan.total_steps

@@ -151,7 +151,7 @@ class Saver:
         try:
             if self._snapshot.counts()["skipped_in_a_row"] == 0:  # in a bad row those from before it are all kept
                 notes = checkpoint.rotate(
-                    settings.run_dir, settings.keep_checkpoints, settings.keep_every, self._sound
+                    settings.run_dir, settings.keep_checkpoints, settings.keep_every, self._sound, self._run.trusted
                 )
         except LlmtrainError as error:  # the checkpoint is there
             notes = [f"{error} (an old checkpoint stays)"]

@@ -154,6 +154,8 @@ class Started:
     corpus: list[dict[str, Any]]
     notes: list[str]
     """What a person should know of the start: a damaged checkpoint, another version."""
+    trusted: int | None = None
+    """With --verify-every: the last step up to which every step that was run again gave the same bits."""
 
     def state(self, samples: int) -> dict[str, Any]:
         """state.json, the optimizer's counts aside."""

@@ -94,6 +94,7 @@ def test_wrong_usage_is_one_line_and_exit_2():
         ("BadData", 65),
         ("InputMissing", 66),
         ("InternalError", 70),
+        ("HardwareFault", 71),
         ("CannotCreate", 73),
         ("StorageFailure", 74),
         ("StopRequested", 75),

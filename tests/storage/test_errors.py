@@ -13,6 +13,7 @@ from llmtrain.storage import errors
         ("BadData", 65),
         ("InputMissing", 66),
         ("InternalError", 70),
+        ("HardwareFault", 71),
         ("CannotCreate", 73),
         ("StorageFailure", 74),
         ("StopRequested", 75),

@@ -161,6 +161,19 @@ def test_a_row_goes_on_across_a_resume(corpus, tmp_path, monkeypatch):
         run.train(asked, resume=True)
 
 
+def test_a_row_that_is_too_long_for_a_resumed_run_is_no_reason_before_its_first_step(corpus, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        spoil(patched, "gradients", range(4, 8), stop_after=6)
+        run.train(config(corpus, tmp_path / "run"), resume=False)
+    asked = config(corpus, tmp_path / "run", optimizer={"max_bad_steps": 1})
+    with monkeypatch.context() as patched, pytest.raises(StopRequested, match="at step 6"):
+        patched.setattr(run, "POLL", 0)
+        patched.setattr(run.BatchStream, "ready", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        run.train(asked, resume=True)
+    with pytest.raises(Diverged, match="more than 1 updates in a row .*; step 7,"):
+        run.train(asked, resume=True)
+
+
 def test_a_learning_rate_that_blows_the_weights_up_is_79(corpus, tmp_path):
     command = [
         sys.executable, "-m", "llmtrain", "train", "--tokens", corpus, "--run-dir", tmp_path / "run",
