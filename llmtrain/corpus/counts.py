@@ -29,8 +29,7 @@ class Counts:
         self.first: list[dict[str, list[str]]] = [{} for _ in files]
         self.documents = np.zeros((parts, len(files)), np.int64)
         self.tokens = np.zeros((parts, len(files)), np.int64)
-        self.touched: set[int] = set()
-        """Inputs whose counts changed since somebody emptied it."""
+        self._touched: set[int] = set()
         self._reported = 0
 
     def check(self, task: Task) -> None:
@@ -49,7 +48,7 @@ class Counts:
                 first.append(place)
         for file, size in zip(task.files, task.sizes, strict=True):
             self.bytes[file] += size
-        self.touched.update(task.files)
+        self._touched.update(task.files)
 
     def _left_out(self, task: Task) -> Iterator[tuple[int, Damage, str]]:
         assert task.encoded is not None
@@ -63,21 +62,27 @@ class Counts:
         np.add.at(self.documents[part], files, 1)
         np.add.at(self.tokens[part], files, lengths)
 
-    def record(self, file: int) -> dict[str, Any]:
-        """What is known of an input, for `restore`."""
-        one = self.files[file]
+    def take_touched(self) -> dict[str, dict[str, Any]]:
+        """A copy of what is known of the inputs that changed since the last call, by number, for `restore`."""
+        touched = sorted(self._touched)
+        self._touched.clear()
+        documents, tokens = self.documents[:, touched].T.tolist(), self.tokens[:, touched].T.tolist()
         return {
-            "name": one.name,
-            "size": one.size,
-            "version": one.version,
-            "bytes": self.bytes[file],
-            "left_out": self.left_out[file],
-            "first": self.first[file],
-            "documents": self.documents[:, file].tolist(),
-            "tokens": self.tokens[:, file].tolist(),
+            str(file): {
+                "name": self.files[file].name,
+                "size": self.files[file].size,
+                "version": self.files[file].version,
+                "bytes": self.bytes[file],
+                "left_out": dict(self.left_out[file]),
+                "first": {reason: list(places) for reason, places in self.first[file].items()},
+                "documents": documents[number],
+                "tokens": tokens[number],
+            }
+            for number, file in enumerate(touched)
         }
 
     def restore(self, file: int, record: dict[str, Any]) -> None:
+        """What `take_touched` gave of an input."""
         self.bytes[file], self.left_out[file], self.first[file] = record["bytes"], record["left_out"], record["first"]
         self.documents[:, file], self.tokens[:, file] = record["documents"], record["tokens"]
 
@@ -90,26 +95,27 @@ class Counts:
         files with a damaged document."""
         lines = []
         for file in range(self._reported, end):
+            if len(self.files) > MOST_PRINTED and not set(self.left_out[file]) - {"empty"}:
+                continue
             documents, tokens = int(self.documents[:, file].sum()), int(self.tokens[:, file].sum())
             line = f"{shown(self.files[file].name)}: {tokens:,} tokens, {plural(documents, 'document')}"
             for reason, count in sorted(self.left_out[file].items()):
                 line += f", {count:,} {reason} left out (the first at {self.first[file][reason][0]})"
-            if len(self.files) <= MOST_PRINTED or set(self.left_out[file]) - {"empty"}:
-                lines.append(line)
+            lines.append(line)
         if lines:
             tqdm.write("\n".join(lines))
         self._reported = max(self._reported, end)
 
     def inputs(self, part: int) -> list[dict[str, Any]]:
-        """The manifest's `inputs` of a part. What was left out is said once, with the part that is trained on."""
-        return [
-            {
-                "path": one.name,
-                "bytes": self.bytes[file],
-                "documents": int(self.documents[part, file]),
-                "tokens": int(self.tokens[part, file]),
-                "skipped": dict(sorted(self.left_out[file].items())) if part == 0 else {},
-            }
-            | ({"skipped_at": dict(sorted(self.first[file].items()))} if part == 0 and self.first[file] else {})
-            for file, one in enumerate(self.files)
-        ]
+        """The manifest's `inputs` of a part: with the part that is trained on all of them and what was left out; with a
+        held-out part those that gave it documents."""
+        documents, tokens = self.documents[part].tolist(), self.tokens[part].tolist()
+        inputs: list[dict[str, Any]] = []
+        for file in range(len(self.files)) if part == 0 else np.flatnonzero(self.documents[part]).tolist():
+            one = self.files[file]
+            entry = {"path": one.name, "bytes": self.bytes[file], "documents": documents[file], "tokens": tokens[file]}
+            entry["skipped"] = dict(sorted(self.left_out[file].items())) if part == 0 else {}
+            if part == 0 and self.first[file]:
+                entry["skipped_at"] = dict(sorted(self.first[file].items()))
+            inputs.append(entry)
+        return inputs

@@ -87,7 +87,7 @@ class Engine:
         """The ids as uint16, with an EOS after each piece whose entry in `ends` is 1."""
         tokenizer = self.tokenizer
         # Checked while wide: narrowing wraps 70000 to 4464 without a word.
-        if len(flat) and not (0 <= flat.min() and flat.max() < tokenizer.vocab_size):
+        if len(flat) and not (flat.max() < tokenizer.vocab_size and (flat.dtype.kind == "u" or flat.min() >= 0)):
             raise BadData(
                 f"{tokenizer.file}: the tokenizer gives ids beyond its {tokenizer.vocab_size}: name another tokenizer"
             )

@@ -10,7 +10,7 @@ from llmtrain.corpus.documents import Document
 from llmtrain.corpus.inputs import JSONL, PARQUET, TEXT, Input
 from llmtrain.corpus.json_lines import json_documents
 from llmtrain.corpus.parquet import parquet_documents
-from llmtrain.corpus.streams import Broken, Progress, Text
+from llmtrain.corpus.streams import Broken, Progress, Text, read_small
 from llmtrain.storage.errors import read_error
 
 FILE = "file"
@@ -49,6 +49,11 @@ def _read(file: int, input: Input, reading: Reading, progress: Progress, start: 
     try:
         if input.format == PARQUET:
             yield from parquet_documents(file, input, reading.text_field, progress, start)
+            return
+        if input.format == TEXT and reading.document == FILE and (small := read_small(input, progress)):
+            data, mark = small
+            if start == 0:
+                yield Document(file, 0, mark, mark + len(data), data)
             return
         with Text(input, progress, whole=input.format == TEXT and reading.document == FILE) as text:
             if input.format == JSONL:

@@ -1,5 +1,6 @@
 """The bytes of one input, decompressed, a piece at a time: never on disk, never whole in memory unless asked for."""
 
+import os
 import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -23,6 +24,7 @@ GZIP_BYTES = 1 << 20
 # No UTF-8 text begins so: that of gzip and zstd is looked for in inputs whose names say nothing. A zstd file may also
 # begin with a frame to be skipped (pzstd writes one), which is only looked for where the name says zstd.
 MAGIC = {GZIP: b"\x1f\x8b", ZSTD: b"\x28\xb5\x2f\xfd"}
+_MAGICS = tuple(MAGIC.values())
 ZSTD_SKIPPED = b"\x2a\x4d\x18"
 
 TRUNCATED = "truncated"
@@ -52,6 +54,23 @@ class Progress:
 
     bytes = 0
     """As they are stored, of all inputs, from 0."""
+
+
+def read_small(input: Input, progress: Progress) -> tuple[bytes, int] | None:
+    """All of a plain file and the bytes of its byte order mark; None of what is none, is large or is compressed, which
+    `Text` reads. Of a tree of 100,000 files that takes a second less. Raises OSError."""
+    if input.url or input.compression or input.size is None or input.size > PIECE_BYTES:
+        return None
+    descriptor = os.open(input.name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.read(descriptor, input.size + 1)
+    finally:
+        os.close(descriptor)
+    # It is another size by now, or what was asked for came in pieces.
+    if len(data) != input.size or data.startswith(_MAGICS):
+        return None
+    progress.bytes += len(data)
+    return (data[len(BOM) :], len(BOM)) if data.startswith(BOM) else (data, 0)
 
 
 class Text(RawIOBase):

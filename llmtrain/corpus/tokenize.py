@@ -26,10 +26,10 @@ from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, show
 from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
 from llmtrain.corpus.reading import read_documents
 from llmtrain.corpus.streams import Progress
-from llmtrain.corpus.token_file import manifest_path, write_manifest
+from llmtrain.corpus.token_file import held_out_path, manifest_path, work_folder, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Encoded, Task, encode_blocks
-from llmtrain.corpus.writing import Part, Work, journal_engine, names, work_folder
+from llmtrain.corpus.writing import Part, Work, journal_engine, names
 from llmtrain.storage.errors import (
     STOP_SIGNALS,
     BadData,
@@ -42,16 +42,11 @@ from llmtrain.storage.errors import (
 from llmtrain.storage.manifest import read_json
 from llmtrain.storage.units import in_bytes
 
-# Text that a worker gets at once: half a second's work, or 10 ms' of gigatoken's, so the hand-over does not count.
-BLOCK_BYTES = {"tokenizers": 1 << 20, "gigatoken": 4 << 20}
+# Text that a worker gets at once: half a second's work, or 6 ms' of gigatoken's, so the hand-over does not count.
+BLOCK_BYTES = {"tokenizers": 1 << 20, "gigatoken": 2 << 20}
 
 # What a kill may cost.
 COMMIT_SECONDS = 5.0
-
-
-def held_out_path(output: Path) -> Path:
-    """Where the held-out documents of the token file `output` go: X.u16 -> X.val.u16."""
-    return output.with_suffix(f".val{output.suffix}")
 
 
 def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_seconds: float = COMMIT_SECONDS) -> None:
@@ -336,7 +331,11 @@ def _ids_of(encoded: Encoded, mine: np.ndarray) -> list[np.ndarray]:
     if not mine.any():
         return []
     ids = encoded.ids[0] if len(encoded.ids) == 1 else np.concatenate(encoded.ids)
-    return [ids[np.repeat(mine, encoded.lengths)]]
+    borders = np.flatnonzero(np.diff(mine, prepend=False, append=False))
+    if len(borders) > 64:
+        return [ids[np.repeat(mine, encoded.lengths)]]
+    ends = np.concatenate([[0], np.cumsum(encoded.lengths)])[borders].tolist()
+    return [ids[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True)]
 
 
 def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:

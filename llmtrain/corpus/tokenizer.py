@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,6 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(data).hexdigest()
         spec = _parse(data, file)
         self.plain = _plain(spec)
-        self._library = _build(self.plain, file)
         added = {str(token["content"]): int(token["id"]) for token in spec["added_tokens"]}
         vocab = self._library.get_vocab()
         highest = max(chain(vocab.values(), added.values()), default=-1)
@@ -71,6 +71,14 @@ class Tokenizer:
         self.added_ids = set(added.values())
         self.byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         self.can_cut = _cuts_are_known(spec)
+
+    @cached_property
+    def _library(self) -> tokenizers.Tokenizer:
+        return _build(self.plain, self.file)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker with another engine has no use for it, and it takes a third of a second to build.
+        return {name: value for name, value in self.__dict__.items() if name != "_library"}
 
     def require_u16(self) -> None:
         """Raises BadData where an id would not fit the two bytes of a token file."""

@@ -7,9 +7,12 @@ is how a worker learns that its parent is gone, however that came about.
 """
 
 import os
+import pickle
 import queue
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,21 +20,20 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import numpy as np
 
 from llmtrain.corpus.documents import INVALID_UTF8, Document, falls_within
 from llmtrain.corpus.engine import Engine, open_engine
 from llmtrain.corpus.streams import Damage
-from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage.errors import STOP_SIGNALS, InternalError, LlmtrainError
 
 # The worker's program. It finds modules where this process does, whatever the current folder holds.
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llmtrain.corpus.workers import main; main(int(sys.argv[1]))"
 
 # How soon a request to stop is seen while all workers are busy.
-POLL_SECONDS = 0.1
+POLL_MS = 100
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Task:
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
-    connection: Connection
+    connection: socket.socket
     tasks: deque[Task] = field(default_factory=deque)
 
     @property
@@ -115,9 +117,12 @@ def encode_blocks(
                     break
                 in_order.append(_send(worker, block))
                 block = next(source, None)
-            busy = {worker.connection: worker for worker in pool if worker.tasks}
-            for connection in wait(list(busy), POLL_SECONDS):
-                _receive(busy[connection])  # type: ignore[index]
+            busy = {worker.connection.fileno(): worker for worker in pool if worker.tasks}
+            poll = select.poll()
+            for descriptor in busy:
+                poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll(POLL_MS):
+                _receive(busy[descriptor])
             while in_order and in_order[0].encoded is not None:
                 yield in_order.popleft()
 
@@ -139,18 +144,16 @@ def _start(engine: Engine, holdout: float, stack: ExitStack) -> _Worker:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    connection = Connection(ours.detach())
-    stack.callback(_end, process, connection)
-    worker = _Worker(process, connection)
+    stack.callback(_end, process, ours)
+    worker = _Worker(process, ours)
     try:
-        connection.send((engine.name, engine.tokenizer.file, holdout))
-        connection.send_bytes(engine.tokenizer.data)
+        _put(ours, (engine.name, engine.tokenizer, holdout))
     except OSError as error:
         raise _died(worker) from error
     return worker
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
     process.kill()
     process.wait()
@@ -160,8 +163,7 @@ def _send(worker: _Worker, block: list[Document]) -> Task:
     files, ordinals, places, sizes, datas, damages = map(list, zip(*block, strict=True))
     task = Task(files, ordinals, places, sizes, damages, _nbytes(block))
     try:
-        worker.connection.send([len(data) for data in datas])
-        worker.connection.send_bytes(datas[0] if len(datas) == 1 else b"".join(datas))
+        _put(worker.connection, [len(data) for data in datas], [datas[0] if len(datas) == 1 else b"".join(datas)])
     except OSError as error:
         raise _died(worker) from error
     worker.tasks.append(task)
@@ -170,11 +172,13 @@ def _send(worker: _Worker, block: list[Document]) -> Task:
 
 def _receive(worker: _Worker) -> None:
     try:
-        answer = worker.connection.recv()
+        answer = _take(worker.connection)
         if isinstance(answer, LlmtrainError):
             raise answer
-        arrays, lengths, held_out, left_out = answer
-        ids = [np.frombuffer(worker.connection.recv_bytes(), np.uint16) for _ in range(arrays)]
+        sizes, lengths, held_out, left_out = answer
+        ids = [np.empty(size, np.uint16) for size in sizes]
+        for array in ids:
+            _fill(worker.connection, memoryview(array).cast("B"))  # type: ignore[arg-type]
     except (OSError, EOFError) as error:
         raise _died(worker) from error
     worker.tasks.popleft().encoded = Encoded(ids, lengths, held_out, left_out)
@@ -187,13 +191,40 @@ def _died(worker: _Worker) -> InternalError:
     return InternalError(f"a worker ended with status {code}: its own message is above")
 
 
+def _put(connection: socket.socket, header: Any, buffers: Iterable[Any] = ()) -> None:
+    """Sends what `_take` receives, and then bytes as they are: the receiver knows how many."""
+    data = pickle.dumps(header)
+    connection.sendall(struct.pack("<Q", len(data)) + data)
+    for buffer in buffers:
+        connection.sendall(buffer)
+
+
+def _take(connection: socket.socket) -> Any:
+    """Raises EOFError where the other side is gone."""
+    (size,) = struct.unpack("<Q", _receive_bytes(connection, 8))
+    return pickle.loads(_receive_bytes(connection, size))
+
+
+def _receive_bytes(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    _fill(connection, memoryview(data))
+    return data
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    while view:
+        size = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        if not size:
+            raise EOFError
+        view = view[size:]
+
+
 def main(descriptor: int) -> None:
     """The worker process; `descriptor` is its end of the socket."""
-    connection = Connection(descriptor)
-    work: queue.SimpleQueue[tuple[list[int], bytes]] = queue.SimpleQueue()
+    connection = socket.socket(fileno=descriptor)
+    work: queue.SimpleQueue[tuple[list[int], bytearray]] = queue.SimpleQueue()
     with _ending_with_the_socket():
-        name, file, holdout = connection.recv()
-        tokenizer = Tokenizer(connection.recv_bytes(), file)
+        name, tokenizer, holdout = _take(connection)
         engine: Engine | LlmtrainError
         try:
             engine = open_engine(tokenizer, name)
@@ -214,15 +245,15 @@ def _ending_with_the_socket() -> Iterator[None]:
         os._exit(0)
 
 
-def _read(connection: Connection, work: "queue.SimpleQueue[tuple[list[int], bytes]]") -> None:
+def _read(connection: socket.socket, work: "queue.SimpleQueue[tuple[list[int], bytearray]]") -> None:
     with _ending_with_the_socket():
         while True:
-            lengths = connection.recv()
-            work.put((lengths, connection.recv_bytes()))
+            lengths = _take(connection)
+            work.put((lengths, _receive_bytes(connection, sum(lengths))))
 
 
 def _answer(
-    connection: Connection, engine: Engine | LlmtrainError, holdout: float, lengths: list[int], data: bytes
+    connection: socket.socket, engine: Engine | LlmtrainError, holdout: float, lengths: list[int], data: bytearray
 ) -> None:
     try:
         if isinstance(engine, LlmtrainError):
@@ -230,16 +261,14 @@ def _answer(
         encoded = encode_block(engine, _cut(data, lengths), holdout)
     except BaseException as error:  # the library's panics are no Exceptions
         known = isinstance(error, LlmtrainError)
-        connection.send(error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
+        _put(connection, error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
         return
     del data
-    connection.send((len(encoded.ids), encoded.lengths, encoded.held_out, encoded.left_out))
-    for ids in encoded.ids:
-        connection.send_bytes(ids.view(np.uint8).data)
+    header = ([len(ids) for ids in encoded.ids], encoded.lengths, encoded.held_out, encoded.left_out)
+    _put(connection, header, encoded.ids)
 
 
-def _cut(data: bytes, lengths: list[int]) -> list[bytes]:
-    if len(lengths) == 1:
-        return [data]
+def _cut(data: bytearray, lengths: list[int]) -> list[bytes]:
+    view = memoryview(data)
     ends = np.cumsum(lengths).tolist()
-    return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return [bytes(view[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

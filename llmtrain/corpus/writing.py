@@ -11,11 +11,9 @@ again. With the last line everything that publishing needs is in the folder, and
 """
 
 import errno
-import json
 import os
 import stat
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -25,19 +23,14 @@ from typing import Any
 import numpy as np
 
 from llmtrain.corpus.counts import Counts
-from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, docs_path, manifest_path
-from llmtrain.storage.atomic import fsync_folder, json_bytes, write_json
+from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, work_folder
+from llmtrain.storage.atomic import fsync_folder, write_json
 from llmtrain.storage.errors import BadData, CannotCreate, ConfigMismatch, write_error
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
 from llmtrain.storage.manifest import read_json
 
 FORMAT = 1
-
-
-def work_folder(output: Path) -> Path:
-    """Where the token file `output` is while it is written."""
-    return output.with_name(f".{output.name}.partial")
 
 
 def names(path: Path) -> list[Path]:
@@ -259,7 +252,7 @@ class Work:
     def _append(self, line: dict[str, Any]) -> None:
         assert self._journal
         line["n"] = self._lines
-        self._journal.append(line | {"crc": _crc(line)})
+        self._journal.append(line)
         self._journal.sync()
         self._lines += 1
 
@@ -281,11 +274,8 @@ class Work:
             "at": list(self.at),
             "digest": self.digest,
             "parts": [part.state() for part in self.parts],
-            "inputs": {str(file): counts.record(file) for file in sorted(counts.touched)},
+            "inputs": counts.take_touched(),
         }
-        # Now, because the counts go on changing.
-        line = json.loads(json.dumps(line))
-        counts.touched.clear()
         self._last = time.monotonic()
         self._pending = self._thread.submit(self._write_line, line)
 
@@ -384,11 +374,6 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for number, line in enumerate(JsonLines.read(path)):
-        crc = line.pop("crc", None)
-        if line.get("n") != number or crc != _crc(line):
+        if line.get("n") != number:
             return
         yield line
-
-
-def _crc(line: dict[str, Any]) -> int:
-    return zlib.crc32(json_bytes(line, indent=None))
