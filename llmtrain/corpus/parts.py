@@ -62,30 +62,19 @@ class PartedFile(TokenFile):
             raise IndexError(f"window {i} of {self.windows(seq_len)}")
         return self.ids[i * seq_len : (i + 1) * seq_len + 1]
 
-    def gather(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
-        out = np.empty((len(windows), seq_len + 1), np.uint16)
-        length = np.full(len(windows), seq_len + 1)
-        self.copy_pieces(out.reshape(-1), np.arange(len(windows)) * (seq_len + 1), windows * seq_len, length)
-        return out
-
-    def copy_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
+    def read_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
         for number, part in enumerate(self.parts):
             first, stop = int(self._begins[number]), int(self._begins[number + 1])
-            # Of a piece that crosses a border each part copies its share.
+            # Of a piece that crosses a border each part reads its share.
             low, high = np.maximum(begins, first), np.minimum(begins + lengths, stop)
             mine = low < high
-            if not mine.any():
-                continue
-            to = (at + low - begins)[mine]
-            if len(self.parts) == 1 or mine.all():
-                part.copy_pieces(out, to, low[mine] - first, (high - low)[mine])
-                continue
-            # A part looks at all of what it fills for ids that are too large.
             sizes = (high - low)[mine]
+            # A part looks through all of what it fills.
             filled = np.empty(int(sizes.sum()), np.uint16)
             places = np.cumsum(sizes) - sizes
-            part.copy_pieces(filled, places, low[mine] - first, sizes)
-            for target, place, size in zip(to.tolist(), places.tolist(), sizes.tolist(), strict=True):
+            part.read_pieces(filled, places, low[mine] - first, sizes)
+            targets = (at + low - begins)[mine].tolist()
+            for target, place, size in zip(targets, places.tolist(), sizes.tolist(), strict=True):
                 out[target : target + size] = filled[place : place + size]
 
     def ends_of_documents(self) -> Iterator[np.ndarray]:
@@ -99,14 +88,6 @@ class PartedFile(TokenFile):
             low, high = np.maximum(begins, first), np.minimum(begins + lengths, stop)
             mine = low < high
             part.read_ahead(low[mine] - first, (high - low)[mine])
-
-    def read_index_ahead(self) -> None:
-        for part in self.parts:
-            part.read_index_ahead()
-
-    def release(self) -> None:
-        for part in self.parts:
-            part.release()
 
     def verify(self) -> Iterator[int]:
         return chain.from_iterable(part.verify() for part in self.parts)
