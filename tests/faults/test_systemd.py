@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from llmtrain.cli.main import run as run_cli
 from llmtrain.training.unit import ServiceConfig, unit_text
-from tests.faults.user_systemd import user_systemd, why_not
+from tests.faults.user_systemd import ROOT, user_systemd, why_not
 from tests.training.conftest import write_corpus
 
 ODD = [" two  words ", "100%", "%h", "$HOME", "${HOME}", "a\"b'c", "back\\slash", "ü", "a\nb", "c\t", ";", "", "-"]
@@ -70,6 +71,18 @@ def test_a_frozen_run_is_started_again_with_its_stack_in_the_journal_and_a_stop_
         assert systemd.show(unit, "ActiveState") == "inactive"  # not failed
         assert (tmp_path / "ends").read_text() == "watchdog killed ABRT\nsuccess exited 75\n"
         journal = systemd.journal()
+        state = json.loads((folder / "my run/status.json").read_text())
+
+        # Without a unit, as the docs show it; it goes on with the run.
+        shown = (ROOT / "docs/service.md").read_text().partition("    systemd-run ")[2].partition("\n    journalctl")[0]
+        words = shlex.split(shown.replace("\\\n", " "))
+        program = words.index(".venv/bin/llmtrain")
+        train = [*words[program + 1 : words.index("--run-dir")], "--run-dir", "my run"]
+        start = ["systemd-run", *words[:program], sys.executable, "-m", "llmtrain", *train]
+        systemd.run("env", "-C", str(folder), *start)
+        assert systemd.show("try", "ActiveState") == "active" and systemd.show("try", "Restart") == "on-failure"
+        systemd.ctl("stop", "try")
+        goes_on = json.loads((folder / "my run/status.json").read_text())
 
         # What systemd makes of odd words.
         look = "import json, os, sys\njson.dump([sys.argv, os.environ['ODD']], open('odd', 'w'))"
@@ -82,8 +95,7 @@ def test_a_frozen_run_is_started_again_with_its_stack_in_the_journal_and_a_stop_
         assert json.loads((folder / "odd").read_text()) == [[str(folder / "odd.py"), *ODD], "".join(ODD)]
     assert " loss " in status and " tok/s " in status and " eta " in status and "/100000" in status
     assert "Fatal Python error: Aborted" in journal and "in frozen" in journal and "llmtrain/training/run.py" in journal
-    state = json.loads((folder / "my run/status.json").read_text())
-    assert (state["state"], state["exit_code"]) == ("stopped", 75) and state["step"] > 20
+    assert (state["state"], state["exit_code"]) == ("stopped", 75) and goes_on["step"] > state["step"] > 20
     events = [json.loads(line) for line in (folder / "my run/metrics.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e.get("event") == "start"] == [0, 20]
-    assert (folder / f"my run/checkpoints/step-{state['step']:08d}/MANIFEST.json").exists()
+    assert [e["step"] for e in events if e.get("event") == "start"] == [0, 20, state["step"]]
+    assert (folder / f"my run/checkpoints/step-{goes_on['step']:08d}/MANIFEST.json").exists()

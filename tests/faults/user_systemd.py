@@ -43,7 +43,7 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd/system /run/log/journal "$XDG_RUNTIME_DIR"
 /usr/lib/systemd/systemd-journald &
 while [ ! -S /run/systemd/journal/stdout ]; do sleep 0.02; done
-/usr/lib/systemd/systemd --user --unit=basic.target &
+/usr/lib/systemd/systemd --user --unit="$TARGET" &
 wait $!
 """
 
@@ -102,12 +102,12 @@ def _environment(config: Path) -> list[str]:
 
 
 @contextmanager
-def user_systemd(folder: Path) -> Iterator[UserSystemd]:
+def user_systemd(folder: Path, target: str = "basic.target") -> Iterator[UserSystemd]:
     """The manager, with files in `folder`; every process that it started is gone at the end."""
     (folder / "config/systemd/user").mkdir(parents=True, exist_ok=True)
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site/sitecustomize.py").write_text(SITE)
-    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}:{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'site'}:{ROOT}", "TARGET": target}
     environment |= dict(pair.split("=", 1) for pair in _environment(folder / "config"))
     for name in ("NOTIFY_SOCKET", "DBUS_SESSION_BUS_ADDRESS", "INVOCATION_ID"):
         environment.pop(name, None)
