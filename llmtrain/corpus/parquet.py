@@ -53,7 +53,7 @@ def _open(input: Input, stored: Any) -> Any:
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(f"{shown(input.name)}: Parquet needs a package: pip install 'llmtrain[parquet]'") from error
-    if stored.read(len(MAGIC)) != MAGIC:
+    if not MAGIC.startswith(stored.read(len(MAGIC))):
         raise Broken("not_parquet", "its name says Parquet and its content does not")
     with _damage_told():
         return parquet.ParquetFile(stored, buffer_size=BUFFER_BYTES, pre_buffer=False)

@@ -130,7 +130,7 @@ def _decompressed(input: Input, progress: Progress, whole: bool) -> Generator[by
             head += more
         if not compression:
             compression = next((name for name, magic in MAGIC.items() if head.startswith(magic)), "")
-        elif head and not (head.startswith(MAGIC[compression]) or compression == ZSTD and head[1:4] == ZSTD_SKIPPED):
+        elif not _begins(head, compression):
             raise Broken(f"not_{compression}", f"its name says {compression} and its content does not")
         stored = _with_head(head, pieces)
         if not compression:
@@ -139,6 +139,12 @@ def _decompressed(input: Input, progress: Progress, whole: bool) -> Generator[by
             yield from _gunzip(stored)
         else:
             yield from _unzstd(stored, input)
+
+
+def _begins(head: bytes, compression: str) -> bool:
+    """Whether these first four bytes, or fewer of a shorter input, can be of that compression."""
+    magic = MAGIC[compression]
+    return head.startswith(magic) or magic.startswith(head) or compression == ZSTD and head[1:4] == ZSTD_SKIPPED
 
 
 def _stored(input: Input, progress: Progress, first: int) -> Generator[bytes, None, None]:

@@ -1,15 +1,12 @@
 """Documents come back as they went in, whatever form and compression an input has, and damage is told by its reason."""
 
 import gzip
-import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -23,6 +20,7 @@ from llmtrain.corpus.inputs import find_inputs, total_size
 from llmtrain.corpus.reading import Reading, read_documents
 from llmtrain.corpus.streams import Progress
 from llmtrain.storage.errors import UsageError
+from tests.corpus.forms import STORED, json_lines, store, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +45,6 @@ def datas(path: Path | str, *how: str) -> list[bytes]:
     found = read(path, *how)
     assert not [one.damage for one in found if one.damage]
     return [one.data for one in found]
-
-
-# How bytes are stored: a name's ending, and pieces of the bytes into members or frames.
-STORED: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda data: data,
-    ".gz": lambda data: gzip.compress(data, 1, mtime=0),
-    ".zst": zstandard.ZstdCompressor(1, write_checksum=True).compress,
-}
-
-
-def store(path: Path, data: bytes, suffix: str, cuts: Sequence[int] = ()) -> Path:
-    """Writes `data`, cut at the places `cuts`, each part a member of its own."""
-    path = path.with_name(path.name + suffix)
-    ends = [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    path.write_bytes(b"".join(STORED[suffix](data[a:b]) for a, b in zip([0, *ends], ends, strict=False)))
-    return path
-
-
-def json_lines(documents: Sequence[str], field: str = "text") -> bytes:
-    lines = []
-    for number, text in enumerate(documents):
-        record: Any = text
-        for name in reversed(field.split(".")):
-            record = {"id": number, name: record}
-        lines.append(json.dumps(record, ensure_ascii=number % 2 == 0))
-    return "".join(line + "\n" for line in lines).encode()
-
-
-def write_parquet(path: Path, documents: Sequence[str | None], field: str = "text", rows: int = 3) -> Path:
-    columns: Any = pa.array(documents, pa.string())
-    outer, *inner = field.split(".")
-    for name in reversed(inner):
-        columns = pa.StructArray.from_arrays([columns], [name])
-    parquet.write_table(pa.table({"id": range(len(documents)), outer: columns}), path, row_group_size=rows)
-    return path
 
 
 TEXTS = st.lists(
@@ -219,9 +182,10 @@ def test_what_its_name_says_and_its_content_does_not(folder: Path):
         assert places(path) == places(path, "line") == [(reason, unit)]
     shutil.copy(store(folder / "right", b"text", ".gz"), folder / "wrong.zst")
     assert places(folder / "wrong.zst") == [("not_zstd", "byte 0")]
-    for suffix in (".gz", ".zst"):
-        (folder / f"empty{suffix}").write_bytes(b"")
-        assert places(folder / f"empty{suffix}") == [("truncated", "byte 0")]
+    for suffix, head in ((".gz", b"\x1f\x8b"), (".zst", b"\x28\xb5\x2f\xfd"), (".parquet", b"PAR1")):
+        for size in range(len(head) + 1):
+            (folder / f"short{suffix}").write_bytes(head[:size])
+            assert [reason for reason, _ in places(folder / f"short{suffix}")] == ["truncated"]
 
 
 @MANY
@@ -239,8 +203,8 @@ def test_whole_documents_before_the_damage_are_kept(folder: Path, cut: int, suff
     for member, end in zip(members, ends, strict=True):
         unbroken += len(member)
         kept = end if unbroken <= cut % len(data) else kept
-    if found and not found[-1].damage:  # between two members nothing shows
-        assert b"".join(one.data + b"\n" for one in found[:-1]) + found[-1].data == whole[:kept].removesuffix(b"\n")
+    if not found or not found[-1].damage:  # between two members nothing shows
+        assert b"\n".join(one.data for one in found) == whole[:kept].removesuffix(b"\n")
         return
     assert [one.data + b"\n" for one in found[:-1]] == lines[: len(found) - 1]
     assert len(found) - 1 >= whole[:kept].count(b"\n")

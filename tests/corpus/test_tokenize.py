@@ -27,6 +27,7 @@ from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
 from llmtrain.corpus.tokenizer_training import train_tokenizer
 from llmtrain.corpus.workers import encode_block
 from llmtrain.storage.errors import BadData, CannotCreate, InputMissing, StorageFailure, UsageError
+from tests.corpus.forms import STORED, json_lines, store, write_parquet
 from tests.corpus.test_workers import no_worker_is_left
 
 # Fixed text, so that the documents chosen by their content are the same everywhere.
@@ -110,7 +111,7 @@ ODD = st.sampled_from([EOS, "x" * 300, "\ufeff", "a b\n" * 50])
 DOCUMENTS = st.lists(st.one_of(st.text(max_size=40), ODD), max_size=12)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=DOCUMENTS, form=st.sampled_from(["file", "line", "%%"]), block_bytes=st.sampled_from([1, 60, 1 << 20]))
 def test_any_documents_come_back_whatever_the_workers_and_blocks(
     here: Path, documents: list[str], form: str, block_bytes: int
@@ -123,7 +124,12 @@ def test_any_documents_come_back_whatever_the_workers_and_blocks(
         documents = [one.removeprefix("\ufeff") for one in documents]
     elif form == "line":
         documents = [one.replace("\n", " ").replace("\r", " ") for one in documents]
-        put(["first\n" + "".join(one + "\n" for one in documents)])
+        each = ["first", *documents]
+        for suffix in STORED:
+            store(Path("text/lines"), "".join(one + "\n" for one in each).encode(), suffix, [5, 50])
+            store(Path("text/objects.jsonl"), json_lines(each), suffix, [5, 50])
+        write_parquet(Path("text/rows.parquet"), each)
+        documents = documents + each * 6
     else:
         documents = [one.replace("%", "") + "\n" for one in documents]
         put(["first\n%%\n" + "%%\n".join(documents)])
