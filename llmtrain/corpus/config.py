@@ -29,9 +29,9 @@ def _check_files(inputs: tuple[str, ...], output: Path, document: str, text_fiel
 class TokenizerConfig:
     """`train-tokenizer`."""
 
-    inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH"})
+    inputs: tuple[str, ...] = field(default=("data/text",), metadata={"option": "--input", "metavar": "PATH[:WEIGHT]"})
     """Text to learn from: a file, a folder (all below it), a quoted glob (`**` crosses folders), a URL (s3, hf, https)
-    or `-`, standard input. Repeatable."""
+    or `-`, standard input. Repeatable; with weights (PATH:0.7, PATH:0.3) the sample mixes the inputs so."""
 
     output: Path = Path("tokenizer.json")
     """Where the tokenizer goes."""

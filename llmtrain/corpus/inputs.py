@@ -84,6 +84,21 @@ def find_inputs(
     return found
 
 
+def split_weight(name: str) -> tuple[str, float | None]:
+    """`PATH:WEIGHT` as its two parts; no weight where the end is no number or a file has the whole name. Raises
+    UsageError for a weight that is none."""
+    path, colon, after = name.rpartition(":")
+    try:
+        weight = float(after) if colon and path and not os.path.lexists(name) else None
+    except ValueError:
+        weight = None
+    if weight is None:
+        return name, None
+    if not 1e-100 < weight < 1e100:
+        raise UsageError(f"--input {shown(name)}: the weight {after} is no share, as 0.7 or 3: leave it out")
+    return path, weight
+
+
 def total_size(inputs: Iterable[Input]) -> int | None:
     """Bytes of all as they are stored; None where one cannot say."""
     sizes = [one.size for one in inputs]

@@ -3,17 +3,18 @@
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
 from llmtrain.corpus.documents import INVALID_UTF8, bad_data, falls_within, plural
-from llmtrain.corpus.inputs import TEXT, Input, find_inputs, refuse_to_overwrite, shown, total_size
+from llmtrain.corpus.inputs import TEXT, Input, find_inputs, refuse_to_overwrite, shown, split_weight, total_size
 from llmtrain.corpus.reading import read_documents
 from llmtrain.corpus.streams import Damage, Progress
 from llmtrain.storage.atomic import write_bytes
-from llmtrain.storage.errors import BadData
+from llmtrain.storage.errors import BadData, UsageError
 
 # How much of how many inputs is read to learn how much text the corpus holds: a second's work.
 PROBED_FILES = 8
@@ -26,13 +27,13 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     Raises InputMissing, BadData, CannotCreate, StorageFailure.
     """
     begin = time.perf_counter()
-    refuse_to_overwrite(config.inputs, [config.output])
-    files = find_inputs(config.inputs, [config.output], config.format, config.text_field)
+    parts = _parts(config)
+    files = [one for part in parts for one in part.files]
     total = total_size(files)
     counts = {"documents": 0, "bytes": 0, "left out": 0}
     # A bar where stderr is a terminal.
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="reading") as bar:
-        texts = _texts(config, files, _share(config, files), counts, bar)
+        texts = _texts(config, parts, files, counts, bar)
         data = tokenizer.train(texts, config.vocab_size)
     if not counts["bytes"]:
         raise BadData(f"{', '.join(config.inputs)}: no text to learn from: check what --input names")
@@ -44,18 +45,59 @@ def train_tokenizer(config: TokenizerConfig) -> None:
         f"{plural(counts['documents'], 'document')} of {plural(len(files), 'file')} in {seconds:,.1f} s"
         + (f", {plural(counts['left out'], 'document')} left out (damaged)" if counts["left out"] else "")
     )
+    for part in parts if len(parts) > 1 else []:
+        print(f"  {shown(part.name)}: {part.taken / 1e6:,.1f} MB, {part.taken / counts['bytes']:.1%} of the text")
     if vocab_size < config.vocab_size:
         print(f"The text has too few different words for {config.vocab_size:,} tokens; {vocab_size:,} were found.")
 
 
-def _share(config: TokenizerConfig, files: list[Input]) -> float:
-    """The share of the documents whose text comes to about the bytes that were asked for; 1 where the size of an input
-    is not known. How much text is in stored bytes is found out by reading the beginnings of some inputs."""
+@dataclass
+class _Part:
+    """Inputs of which the same share is taken."""
+
+    name: str
+    files: list[Input]
+    share: float = 1.0
+    """Of its documents, those to learn from; above 1: all."""
+    taken: int = 0
+    """Bytes of text that were."""
+
+
+def _parts(config: TokenizerConfig) -> list[_Part]:
+    """All inputs as one part, or, where they are weighed, each as one of its own. The sample is then as large as was
+    asked for, or as the part allows that is the first to be used up: repeating a part would teach nothing."""
+    named = [split_weight(name) for name in config.inputs]
+    paths = [path for path, _ in named]
+    refuse_to_overwrite(paths, [config.output])
+    files = find_inputs(paths, [config.output], config.format, config.text_field)
+    if all(weight is None for _, weight in named):
+        text = _text_bytes(config, files)
+        return [_Part("", files, config.sample_bytes / text if text else 1.0)]
+    parts = []
+    left = dict.fromkeys(files)
+    for path in paths:
+        mine = [one for one in find_inputs([path], [config.output], config.format) if one in left]
+        parts.append(_Part(path, mine))
+        for one in mine:
+            del left[one]
+    texts = [_text_bytes(config, part.files) for part in parts]
+    for part, text in zip(parts, texts, strict=True):
+        if not text:
+            raise UsageError(f"--input {shown(part.name)}: how much text it holds is not known: leave weights out")
+    weights = [1.0 if weight is None else weight for _, weight in named]
+    per_weight = min(text / weight for text, weight in zip(texts, weights, strict=True) if text)
+    per_weight = min(per_weight, config.sample_bytes / sum(weights))
+    for part, text, weight in zip(parts, texts, weights, strict=True):
+        part.share = per_weight * weight / (text or 1)
+    return parts
+
+
+def _text_bytes(config: TokenizerConfig, files: list[Input]) -> float | None:
+    """About how much text there is; None where the size of an input is not known. How much is in stored bytes is found
+    out by reading the beginnings of some inputs."""
     total = total_size(files)
-    if total is None or total == 0:
-        return 1.0
-    if all(one.format == TEXT and not one.compression for one in files):
-        return config.sample_bytes / total
+    if total is None or total == 0 or all(one.format == TEXT and not one.compression for one in files):
+        return total
     stored = text = 0
     for number in range(0, len(files), -(-len(files) // PROBED_FILES)):
         progress, found = Progress(), 0
@@ -65,20 +107,22 @@ def _share(config: TokenizerConfig, files: list[Input]) -> float:
                 if found >= PROBED_BYTES:
                     break
         stored, text = stored + progress.bytes, text + found
-    return config.sample_bytes / max(total * text / max(stored, 1), 1)
+    return total * text / max(stored, 1)
 
 
 def _texts(
-    config: TokenizerConfig, files: list[Input], share: float, counts: dict[str, int], bar: tqdm
+    config: TokenizerConfig, parts: list[_Part], files: list[Input], counts: dict[str, int], bar: tqdm
 ) -> Iterator[str]:
-    """The text of the documents in the `share`; what was seen is added to `counts`."""
+    """The text of the documents in each part's share; what was seen is added to `counts` and to the parts."""
     progress = Progress()
+    part_of = [part for part in parts for _ in part.files]
     unknown = total_size(files) is None
     for document in read_documents(files, config.reading, progress):
         bar.update(progress.bytes - bar.n)
         if unknown and counts["bytes"] >= config.sample_bytes:
             break
-        if not document.damage and not falls_within(document.data, share):
+        part = part_of[document.file]
+        if not document.damage and not falls_within(document.data, part.share):
             continue
         damage, offset = document.damage, 0
         try:
@@ -93,4 +137,5 @@ def _texts(
             continue
         counts["documents"] += 1
         counts["bytes"] += len(document.data)
+        part.taken += len(document.data)
         yield text
