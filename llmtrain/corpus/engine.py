@@ -6,6 +6,7 @@ loaded without added tokens, so that the text of a special token is ordinary tex
 """
 
 import codecs
+import ctypes
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +31,10 @@ _SAFE_CUT = re.compile(rb"[0-9A-Za-z](?=[ \n!-&(-/:-@\[-`{-~])|[\xe5-\xe8][\x80-
 # Bytes that are checked for UTF-8, or searched for a cut, at once.
 _STEP = 1 << 20
 
-# What awkward, which gigatoken brings along, and its vocabulary take is measured after loading; then this much more.
-_MOST_CACHE_BYTES = 100 << 20
-_LOOK_EVERY_BYTES = 32 << 20
+# What gigatoken's cache may add to the process, and how often that is looked at: 4 MiB of words that were never seen
+# add as much again.
+_MOST_CACHE_BYTES = 64 << 20
+_LOOK_EVERY_BYTES = 4 << 20
 
 
 class Engine:
@@ -135,6 +137,7 @@ class _Gigatoken(Engine):
         from gigatoken.gigatoken_rs import load_hf_json
 
         self._backend: Any = None  # before there is another
+        _give_freed_memory_back()
         self._backend = load_hf_json(self.tokenizer.plain)
         self._backend.encode_batch([b"warm"], parallel=False)
         self._rss, self._fed = _resident_bytes(), 0
@@ -278,6 +281,12 @@ def _batches(items: Iterable[tuple[int, bytes, bool]], most: int) -> Iterator[li
         size += len(item[1])
     if batch:
         yield batch
+
+
+def _give_freed_memory_back() -> None:
+    """glibc keeps what was freed in small pieces, and the process would grow by a part of it each time."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _resident_bytes() -> int:

@@ -1,6 +1,9 @@
 """Bytes of documents to ids: what any engine keeps to, where long documents may be cut, and which engine is taken."""
 
 import json
+import os
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -11,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers
 
+import llmtrain
 from llmtrain.corpus import engine as engine_room
 from llmtrain.corpus.engine import GIGATOKEN, TOKENIZERS, Engine, choose_engine, open_engine, pinned_engine, utf8_error
 from llmtrain.corpus.tokenizer import _PATTERNS, EOS, Tokenizer, train
 from llmtrain.storage.errors import BadData, ConfigMismatch
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(llmtrain.__file__).parents[1])}
 CODE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 
 
@@ -203,3 +208,23 @@ def test_gigatokens_cache_is_dropped_when_it_has_grown(data: bytes, monkeypatch:
     ids, _ = encode(engine, [CODE])
     assert engine._backend is not before  # type: ignore[attr-defined]
     assert ids[:-1].tolist() == engine.tokenizer.encode_batch([CODE])[0]
+
+
+def test_memory_does_not_grow_with_the_words_that_were_seen(data: bytes, tmp_path: Path):
+    pytest.importorskip("gigatoken")
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    program = """
+import random, resource, sys
+from llmtrain.corpus.engine import open_engine
+from llmtrain.corpus.tokenizer import load
+engine, words = open_engine(load(sys.argv[1]), "gigatoken"), random.Random(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(20):
+    # Letters only: a digit would end a word.
+    text = words.randbytes(1 << 20).hex(" ", 4).translate({48 + i: 103 + i for i in range(10)})
+    engine.encode([text.encode()])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "tokenizer.json")]
+    grown = int(subprocess.run(command, check=True, capture_output=True, env=ENVIRONMENT).stdout)
+    assert grown < 200, f"{grown} MiB"
