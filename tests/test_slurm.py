@@ -68,7 +68,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again_and_one_that_is_cancel
     assert (code, asked) == (75, []) and "not queued again" in says
 
 
-@pytest.mark.parametrize("code", [0, 2, 65, 66, 78, 79])
+@pytest.mark.parametrize("code", [0, 2, 65, 66, 71, 78, 79])
 def test_an_end_that_another_attempt_would_meet_again_is_not_queued(code, here):
     assert sbatch(here, CODE=str(code))[::2] == (code, [])
 

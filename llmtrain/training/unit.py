@@ -9,8 +9,9 @@ from pathlib import Path
 from llmtrain import __version__
 from llmtrain.storage.errors import UsageError
 
-STAYS_DOWN = (2, 65, 66, 78, 79)
-"""Exit codes after which a restart would meet the same: wrong usage, bad data, no input, a mismatch, divergence."""
+STAYS_DOWN = (2, 65, 66, 71, 78, 79)
+"""Exit codes after which a restart would meet the same: wrong usage, bad data, no input, a machine that computes wrong,
+a mismatch, divergence."""
 
 SYSTEM_FOLDER = Path("/etc/systemd/system")
 
