@@ -101,13 +101,14 @@ class Replay:
     def _fault(self) -> HardwareFault:
         """The end of the run, and what is left to go on from."""
         trusted, steps = self._run.trusted, list_steps(self._run.config.run.run_dir)
-        before = [step for step in steps if trusted is not None and step <= trusted]
-        after = ", ".join(str(step) for step in reversed(steps) if step not in before)
-        kept = f"that of step {before[0]} is from before" if before else "there is none from before"
+        before = max((step for step in steps if trusted is not None and step <= trusted), default=None)
+        kept = "no checkpoint is from before"
+        if before is not None:
+            kept = f"the checkpoint of step {before} is from before, later ones may be damaged: move them away"
         return HardwareFault(
             f"step {' and step '.join(map(str, self._differed))}, run again from the same state, gave other bits: this "
             "machine computes wrong, by its processor, memory or driver: see `dmesg` and `nvidia-smi -q`, and --resume "
-            f"on another; the checkpoints of these steps may be damaged: {after or 'none'}; {kept}"
+            f"on another; {kept}"
         )
 
 
