@@ -3,39 +3,55 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
-from llmtrain.corpus.documents import plural
+from llmtrain.cli.inspect_tokens import Line, token_file_lines
+from llmtrain.corpus.shards import find_parts
 from llmtrain.storage.errors import BadData, InputMissing, UsageError
 from llmtrain.storage.units import in_bytes
 
-if TYPE_CHECKING:
-    from llmtrain.corpus.token_file import TokenFile
-
-SCANNED_TOKENS = 1 << 27
-"""Ids that are looked at in a file without a manifest; a quarter of a GB, so that the command answers soon."""
+LIMIT = 1_000_000_000
 
 EXCERPT = 160
 """Characters of a sample's text that are shown."""
-
-Line = tuple[str, str]
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(1), help="Of a run: the samples that this step trains on, and their text.")
-def command(path: Path, step: int | None) -> None:
+@click.option(
+    "--limit", type=click.IntRange(0), default=LIMIT, show_default=True,
+    help="Of a token file: how many tokens to read for what the manifest does not say; 0: all.",
+)  # fmt: skip
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="FILE",
+    help="Of a token file: another one whose documents to look for in it; X.val.u16 of X.u16 when not given.",
+)  # fmt: skip
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), metavar="FILE",
+    help="Of a token file: what decodes it, where the tokenizer that its manifest names is not there.",
+)  # fmt: skip
+@click.option("--eos-id", type=click.IntRange(0), help="Of a token file of others: the id that ends each document.")
+def command(
+    path: Path, step: int | None, limit: int, against: Path | None, tokenizer: Path | None, eos_id: int | None
+) -> None:
     """Say what a token file, a checkpoint or a run directory holds.
 
-    It believes manifests and does not hash: `llmtrain verify` does.
+    Of a token file it counts ids, lengths and documents that are the same. It believes manifests and does not hash
+    files: `llmtrain verify` does.
     """
     kind = kind_of(path)
     if step is not None and kind != "run":
         raise UsageError(f"{path}: is a {kind}, and --step is of a run: name its directory")
-    lines = {"token file": token_file_lines, "checkpoint": checkpoint_lines, "run": run_lines}[kind]
-    for label, text in lines(path) if step is None else step_lines(path, step):
+    if kind == "token file":
+        lines = token_file_lines(path, limit, against, tokenizer, eos_id)
+    elif kind == "checkpoint":
+        lines = checkpoint_lines(path)
+    else:
+        lines = run_lines(path) if step is None else step_lines(path, step)
+    for label, text in lines:
         click.echo(f"{label:<12}{text}")
 
 
@@ -43,10 +59,12 @@ def kind_of(path: Path) -> Literal["token file", "checkpoint", "run"]:
     """What there is at `path`. Raises InputMissing where nothing is, BadData for a folder that is neither, UsageError
     for a part of a token file."""
     if not os.path.exists(path):
+        if find_parts(path):
+            return "token file"
         raise InputMissing(f"{path}: no such file or folder: check the path")
     if not path.is_dir():
         whole = path.with_suffix("")
-        if path.suffix in (".json", ".docs") and whole.is_file():
+        if (path.suffix in (".json", ".docs") or path.suffix.startswith(".pack-")) and whole.is_file():
             raise UsageError(f"{path}: belongs to the token file {whole}: name that one")
         return "token file"
     if (path / "MANIFEST.json").exists() or (path / "model.safetensors").exists():
@@ -54,48 +72,6 @@ def kind_of(path: Path) -> Literal["token file", "checkpoint", "run"]:
     if (path / "checkpoints").is_dir() or (path / "config.toml").exists():
         return "run"
     raise BadData(f"{path}: is neither a checkpoint nor a run directory (no MANIFEST.json, no checkpoints)")
-
-
-def open_token_file(path: Path) -> "TokenFile":
-    """The token file, with any vocabulary where it has no manifest."""
-    from llmtrain.corpus.token_file import MAX_VOCAB, TokenFile, manifest_path
-
-    return TokenFile.open(path, None if manifest_path(path).exists() else MAX_VOCAB)
-
-
-def token_file_lines(path: Path) -> Iterator[Line]:
-    file = open_token_file(path)
-    manifest = file.manifest
-    form = file.form
-    if manifest:
-        form += " and a document index" if file.doc_ends is not None else ", no document index"
-    else:
-        form += ", no manifest"
-    yield "token file", f"{path}: {form}"
-    yield "size", in_bytes(file.ids.nbytes)
-    yield "tokens", f"{file.tokens:,}"
-    if manifest is None:
-        scanned = file.ids[:SCANNED_TOKENS]
-        part = "" if scanned.size == file.tokens else f" among the first {scanned.size:,}"
-        yield "ids", f"from {int(scanned.min())} to {int(scanned.max())}{part}; begins with {scanned[:16].tolist()}"
-        if file.documents:
-            yield "documents", f"{file.documents:,}, {file.tokens / file.documents:,.1f} tokens each on average"
-        return
-    mean = f", {file.tokens / file.documents:,.1f} tokens each on average" if file.documents else ""
-    yield "documents", f"{file.documents:,}{mean}"
-    yield "vocabulary", f"{manifest['vocab_size']:,}; largest id {manifest['max_id']}, EOS {manifest['eos_id']}"
-    yield "tokenizer", f"{manifest['tokenizer']['file']} (sha256 {manifest['tokenizer']['sha256'][:16]})"
-    yield "engine", " ".join(str(manifest["engine"].get(name, "")) for name in ("name", "version"))
-    inputs = manifest["inputs"]
-    # No bytes a token: of these files a part of the documents may have been held out, or be all that this one holds.
-    yield "inputs", f"{plural(len(inputs), 'file')}, {in_bytes(sum(one['bytes'] for one in inputs))}"
-    skipped: dict[str, int] = {}
-    for one in inputs:
-        for reason, count in one["skipped"].items():
-            skipped[reason] = skipped.get(reason, 0) + count
-    if skipped:
-        yield "skipped", ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
-    yield "made by", str(manifest.get("created_by", "unknown"))
 
 
 def model_line(model: dict[str, Any], parameters: int) -> str:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from llmtrain.cli.inspect import kind_of, open_token_file
+from llmtrain.cli.inspect import kind_of
+from llmtrain.cli.inspect_tokens import open_token_file
 from llmtrain.storage.errors import BadData, InputMissing
 from llmtrain.storage.units import in_bytes
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from llmtrain.cli.main import run
-from llmtrain.corpus.token_file import docs_path, manifest_path
+from llmtrain.corpus import tokenizer as tokenizers
+from llmtrain.corpus.token_file import TokenFile, docs_path, manifest_path
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
@@ -18,6 +19,8 @@ from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.snapshot import Snapshot
 from tests.corpus.files import some_documents, write_documents, write_flat, write_ids
+
+TEXTS = ["some words", "and more words", "some words", "x", "a much longer document " * 20, "some words"]
 
 MODEL = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32)
 
@@ -78,8 +81,38 @@ def test_a_token_file_is_described_from_its_manifest(tmp_path, capsys):
 
 
 def test_a_flat_file_is_described_from_its_ids(tmp_path, capsys):
-    code, out = outcome(capsys, "inspect", write_ids(tmp_path / "a.u16", range(7, 5000)))
-    assert code == 0 and "no manifest" in out and "from 7 to 4999; begins with [7, 8, 9" in out
+    code, out = outcome(capsys, "inspect", write_ids(tmp_path / "a.u16", [*range(7, 5000), 7]))
+    assert code == 0 and "no manifest" in out and "4,993 different ones, from 7 to 4999\n" in out
+    assert "     7   0.04%\n" in out and "begins with [7, 8, 9" in out and "document" not in out
+    code, out = outcome(capsys, "inspect", tmp_path / "a.u16", "--eos-id", 9, "--limit", 100)
+    assert "the first 100 tokens; --limit 0 takes all" in out
+    assert "of 1 document in tokens, the longest has 3" in out and "document 2  [10, 11" in out
+
+
+def test_text_lengths_and_documents_that_are_the_same_are_said(tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in TEXTS))
+    corpus, tokenizer = tmp_path / "a.u16", tmp_path / "tokenizer.json"
+    outcome(capsys, "train-tokenizer", "--input", tmp_path / "text.jsonl", "--output", tokenizer, "--vocab-size", 280)
+    arguments = ("--input", tmp_path / "text.jsonl", "--tokenizer", tokenizer, "--holdout", 0)
+    assert outcome(capsys, "tokenize-corpus", *arguments, "--output", corpus)[0] == 0
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in (TEXTS[1], "new", "new")))
+    arguments = ("--input", tmp_path / "more.jsonl", "--tokenizer", tokenizer, "--holdout", 0)
+    assert outcome(capsys, "tokenize-corpus", *arguments, "--output", tmp_path / "a.val.u16")[0] == 0
+
+    file = TokenFile.open(corpus)
+    sizes = tokenizers.token_bytes(tokenizers.load(tokenizer))
+    code, out = outcome(capsys, "inspect", corpus)
+    assert code == 0
+    assert f"{sum(map(len, TEXTS)) / file.tokens:.3f} bytes a token; " in out
+    assert f"{np.mean(sizes[file.ids] == 1):.2%} of the tokens are one byte" in out
+    assert "2 documents (33.33%) the same as one before" in out
+    assert f"1 of 3 documents of {tmp_path / 'a.val.u16'} are among these" in out
+    assert f'document 1  "{TEXTS[0]}<|endoftext|>"' in out
+    longest = int(np.diff(file.doc_ends, prepend=0).max())
+    assert f"of 6 documents in tokens, the longest has {longest}\n" in out
+    assert f"6 of 6 documents of {corpus} are among these" in outcome(capsys, "inspect", corpus, "--against", corpus)[1]
+    tokenizer.unlink()
+    assert "document 1  [" in outcome(capsys, "inspect", corpus)[1]
 
 
 def test_a_checkpoint_and_a_run_are_described(tmp_path, capsys):
