@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtrain.benchmark.config import TimingConfig, shape_from
 from llmtrain.benchmark.step import measure_step
-from llmtrain.training.start import out_of_memory
+from llmtrain.training.fit import out_of_memory
 
 
 def run_row(request: dict[str, Any]) -> dict[str, Any]:

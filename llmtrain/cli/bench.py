@@ -13,7 +13,7 @@ from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.cli.train import preset_path, read_tables
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
-from llmtrain.training.config import DataConfig, RunConfig
+from llmtrain.training.config import DataConfig, RunConfig, of_auto
 
 RANDOM_VOCABULARY = 16384
 """Where neither the command line nor the configuration says one: there is no token file to ask."""
@@ -58,7 +58,7 @@ def what_to_run(
     shared = {name: getattr(run, name) for name in ("precision", "device", "attention", "checkpoint_activations")}
     timing = build(TimingConfig, shared | given)
     seq_len = seq_len or data.seq_len
-    batch_size = batch_size or run.batch_size
+    batch_size = batch_size or of_auto(run.batch_size)
     accumulate = accumulate or max(1, run.sequences_per_step // batch_size)
     model = replace(
         model,
@@ -74,7 +74,8 @@ def what_to_run(
 def measured(measure: Callable[..., dict[str, Any]], shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     """What `measure` returns, and the machine before it; UsageError where the shape does not fit the device."""
     from llmtrain.benchmark.machine import describe
-    from llmtrain.training.start import out_of_memory, pick_device
+    from llmtrain.training.fit import out_of_memory
+    from llmtrain.training.start import pick_device
 
     machine = describe(pick_device(timing.device).type == "cuda")
     try:

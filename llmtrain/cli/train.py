@@ -10,7 +10,15 @@ import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import BadData, UsageError, read_error
-from llmtrain.training.config import SECTIONS, RunConfig, Tables, TrainConfig, tables_for_resume, to_toml
+from llmtrain.training.config import (
+    SECTIONS,
+    RunConfig,
+    Tables,
+    TrainConfig,
+    keep_the_step,
+    tables_for_resume,
+    to_toml,
+)
 from llmtrain.training.notify import Supervisor
 
 EPILOG = """Example:
@@ -49,6 +57,7 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
     """The configuration of a run from the command line, a TOML file, and, on resume, the run directory."""
     tables = read_tables(config_file) if config_file else {section: {} for section in SECTIONS}
     where = str(config_file) if config_file else ""
+    given = keep_the_step(given, tables["run"])
     if resume:
         run_dir = build(RunConfig, given, tables["run"], where).run_dir
         of_run, saved = saved_tables(run_dir)

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+import torch
+
 from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.inference.config import ModelSource
 from llmtrain.model.transformer import Transformer
-from llmtrain.storage.errors import ConfigMismatch, InputMissing
-from llmtrain.training.checkpoint import load_model, newest_valid
+from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, LlmtrainError
+from llmtrain.training.checkpoint import folder_of, list_steps, load_model
 from llmtrain.training.start import pick_device
 
 
@@ -49,7 +52,29 @@ def load(source: ModelSource) -> Trained:
     precision = source.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    folder = source.checkpoint or newest_valid(source.run_dir)
-    model, _, state = load_model(folder, device, precision)
-    run_dir = folder.absolute().parent.parent if source.checkpoint else source.run_dir
+    if source.checkpoint:
+        model, _, state = load_model(source.checkpoint, device, precision)
+        run_dir = source.checkpoint.absolute().parent.parent
+    else:
+        model, state = _load_newest(source.run_dir, device, precision)
+        run_dir = source.run_dir
     return Trained(model, state, source.tokenizer or run_dir / "tokenizer.json", source.tokenizer is not None)
+
+
+def _load_newest(run_dir: Path, device: torch.device, precision: str) -> tuple[Transformer, dict[str, Any]]:
+    """The newest checkpoint that verifies, and a line on stderr for each that does not. Nothing is set aside: that is
+    for the run itself. Raises InputMissing where there is none, BadData where none verifies."""
+    damaged: list[LlmtrainError] = []
+    for step in list_steps(run_dir):
+        folder = folder_of(run_dir, step)
+        try:
+            model, _, state = load_model(folder, device, precision)
+        except (BadData, InputMissing) as error:  # the run that goes on may have removed it just now
+            damaged.append(error)
+            continue
+        for reason in map(str, damaged):
+            click.echo(f"{reason.removesuffix(': use another checkpoint')}: {folder.name} is used instead", err=True)
+        return model, state
+    if damaged:
+        raise damaged[0]
+    raise InputMissing(f"{run_dir}: holds no checkpoint: train it first, or name another run directory")

@@ -47,9 +47,11 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 def attention_flops(config: ModelConfig, lengths: Iterable[int], windows: Iterable[int | None] | None = None) -> int:
     """Forward and backward attention FLOPs of documents of these lengths, over all layers (`windows`: one a layer)."""
-    per_layer = [None] * config.n_layers if windows is None else list(windows)
     lengths = list(lengths)
-    pairs = sum(causal_pairs(length, window) for window in per_layer for length in lengths)
+    if windows is None:
+        pairs = config.n_layers * sum(map(causal_pairs, lengths))
+    else:
+        pairs = sum(causal_pairs(length, window) for window in windows for length in lengths)
     return 12 * config.n_heads * config.head_dim * pairs
 
 

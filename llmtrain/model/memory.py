@@ -3,7 +3,8 @@
 Derived from what each autograd function saves (`save_for_backward` in kernels/) and from the order of the backward.
 n tokens of a micro-batch, numbers of `width` bytes; d, q, kv and f are the widths of the stream, of queries, of keys
 (and of values) and of the feed-forward. What is small beside a row of d (loss sums, partial sums of the norms' weights)
-is left out. On a CPU the references of some ops keep more, in FP32.
+is left out. On a CPU the references of some ops take more for a moment, in FP32; of that the head's is counted, which
+is by far the most.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class MemoryPlan:
     """What the forward keeps for the backward, by what it is, over all layers."""
     passing: dict[str, int]
     """By phase of the step: what there is then beside the two above, less what is freed of them by then."""
+    evaluation: int = 0
+    """What an evaluation takes beside all that; 0 where it comes after the step's own is given back."""
 
     @property
     def peak_phase(self) -> str:
@@ -37,7 +40,13 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
+        """Of a step."""
         return sum(self.fixed.values()) + sum(self.activations.values()) + self.passing[self.peak_phase]
+
+    @property
+    def held(self) -> int:
+        """What a run comes to hold."""
+        return self.peak + self.evaluation
 
 
 def kept_by_layer(
@@ -95,9 +104,10 @@ def training_memory(
     device: torch.device | str = "cuda",
     document_mask: bool = False,
     verify: bool = False,
+    references: bool = False,
 ) -> MemoryPlan:
     """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs; `verify`: with the
-    copy of the state from which a step is run again."""
+    copy of the state from which a step is run again; `references`: the other ops run as such rather than as kernels."""
     c, n = config, batch_size * seq_len
     d, f, q = c.d_model, c.d_ff, c.n_heads * c.head_dim
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -122,6 +132,8 @@ def training_memory(
 
     chunk = chunk_rows(n, c.vocab_size, dtype, device)
     logits = chunk * (-(-c.vocab_size // 64) * 64) * width
+    if references:  # logits in FP32 where they are not, two steps of their gradient
+        logits += (3 if width < 4 else 2) * chunk * c.vocab_size * 4
     final = row + 4 * n  # what the last norm keeps, gone when the blocks' backward begins
     again = 0
     if checkpoint_activations == "full":
@@ -141,3 +153,25 @@ def training_memory(
         + attention_backward(c, n, width, attention),
     }  # fmt: skip
     return MemoryPlan(fixed, activations, passing)
+
+
+def evaluation_memory(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    *,
+    precision: str = "bf16",
+    attention: str = CUDNN,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Bytes that a forward without gradients takes at its peak, by kernels, for batch_size x seq_len tokens."""
+    c, n = config, batch_size * seq_len
+    d, f, q, kv = c.d_model, c.d_ff, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    repeated = 2 * q if attention == EFFICIENT and q != kv else 0
+    chunk = chunk_rows(n, c.vocab_size, dtype, torch.device(device))
+    # A block's input, its two norms' rows and the stream; then what is made of them.
+    of_attention = (3 * d + q + 2 * kv + q + kv + q + repeated) * n
+    of_feed_forward = (4 * d + 3 * f) * n
+    of_head = d * n + chunk * (-(-c.vocab_size // 64) * 64)
+    return dtype.itemsize * max(of_attention, of_feed_forward, of_head) + 8 * n

@@ -56,6 +56,12 @@ class StorageFailure(LlmtrainError):
     exit_code = 74
 
 
+class MemoryTaken(LlmtrainError):
+    """Other processes hold the device's memory. As with a full disk, a later try may find it free."""
+
+    exit_code = 74
+
+
 class StopRequested(LlmtrainError):
     """A signal asked for a stop and the state is saved; `--resume` goes on."""
 

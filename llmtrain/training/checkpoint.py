@@ -353,13 +353,6 @@ def newest_whole(run_dir: Path) -> Path | None:
     return next((folder for folder in folders if _manifest_holds(folder)), None)
 
 
-def newest_valid(run_dir: Path) -> Path:
-    """`newest_whole`. Raises InputMissing where there is none."""
-    if folder := newest_whole(run_dir):
-        return folder
-    raise InputMissing(f"{run_dir}: holds no checkpoint: train it first, or name another run directory")
-
-
 def load_model(
     folder: Path, device: torch.device | str = "cpu", precision: str = "fp32"
 ) -> tuple[Transformer, ModelConfig, dict[str, Any]]:

@@ -100,12 +100,22 @@ class ScheduleConfig:
             raise ValueError(f"min_lr_ratio must be in [0, 1], not {self.min_lr_ratio}")
 
 
+DEFAULT_BATCH_SIZE = 8
+
+
+def of_auto(batch_size: int | Literal["auto"]) -> int:
+    """The batch_size that counts in the sequences of a step. auto is no number of them: what a step is does not depend
+    on the memory of a card."""
+    return DEFAULT_BATCH_SIZE if batch_size == "auto" else batch_size
+
+
 @dataclass(frozen=True)
 class RunConfig:
     run_dir: Path = field(default=Path("runs/default"), metadata={"metavar": "DIR"})
     """Where the run keeps its configuration, metrics and checkpoints."""
-    batch_size: int = 8
-    """Sequences of one device batch (micro-batch)."""
+    batch_size: int | Literal["auto"] = DEFAULT_BATCH_SIZE
+    """Sequences of one device batch (micro-batch); auto: as many as fit the memory (on a CPU up to 8,192 tokens), while
+    a step keeps its sequences: global_batch_size, or accumulate times the batch_size of the --config file, else 8."""
     accumulate: int = 1
     """Device batches summed before one optimizer step."""
     global_batch_size: int | None = None
@@ -141,7 +151,9 @@ class RunConfig:
     """Windows of each held-out file that one evaluation reads, spread over it; 0: all."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch_size", "accumulate", "global_batch_size", "checkpoint_every", "log_every")
+        _at_least(self, 1, "accumulate", "global_batch_size", "checkpoint_every", "log_every")
+        if self.batch_size != "auto":
+            _at_least(self, 1, "batch_size")
         _at_least(self, 1, "max_save_failures")
         _at_least(self, 0, "verify_every", "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
@@ -162,7 +174,13 @@ class RunConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        return self.global_batch_size or self.batch_size * self.accumulate
+        return self.global_batch_size or of_auto(self.batch_size) * self.accumulate
+
+    @property
+    def micro_batch_size(self) -> int:
+        """batch_size, once auto has become a number."""
+        assert self.batch_size != "auto"
+        return self.batch_size
 
 
 @dataclass(frozen=True)
@@ -256,7 +274,17 @@ def refuse_another_run(saved: Tables, config: TrainConfig) -> None:
 
 def sequences_per_step(run: dict[str, Any]) -> int:
     """As RunConfig has it."""
-    return run.get("global_batch_size") or run.get("batch_size", RunConfig.batch_size) * run.get("accumulate", 1)
+    return run.get("global_batch_size") or of_auto(run.get("batch_size", DEFAULT_BATCH_SIZE)) * run.get("accumulate", 1)
+
+
+def keep_the_step(given: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """`given` on the command line over the table `run`: where it makes a number of batch_size "auto", with the
+    sequences that a step had with that number."""
+    under = run.get("batch_size", "auto")
+    if given.get("batch_size") != "auto" or under == "auto" or "global_batch_size" in run.keys() | given.keys():
+        return given
+    of_step = sequences_per_step({**run, **given, "batch_size": under})
+    return given | {"accumulate": 1, "global_batch_size": of_step}
 
 
 def to_tables(config: TrainConfig) -> Tables:

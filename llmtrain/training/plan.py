@@ -20,11 +20,12 @@ from llmtrain.model.flops import (
     peak_flops,
     rerun_flops_per_token,
 )
-from llmtrain.model.memory import MemoryPlan, training_memory
+from llmtrain.model.memory import MemoryPlan
 from llmtrain.storage.disk import free_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
+from llmtrain.training.fit import Room, Unit, by_part, memory_of
 from llmtrain.training.schedule import learning_rate
 
 PAIRS_OF = 1 << 17
@@ -54,8 +55,9 @@ class Plan:
     """FLOP/s of the device; None where its name is not in the table."""
     attention: Backend
     memory: MemoryPlan
-    device_bytes: int | None
-    """Memory of the card; None on a CPU."""
+    room: Room
+    on_card: bool
+    """Whether that is a card's."""
 
     def samples(self, step: int) -> int:
         """Samples consumed after `step` steps."""
@@ -78,7 +80,7 @@ def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
 
 
 def make_plan(
-    config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend
+    config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend, room: Room
 ) -> Plan:
     """Steps from total_steps, or from epochs; only the last step may be partial."""
     per_step = config.run.sequences_per_step
@@ -103,18 +105,9 @@ def make_plan(
         flops=flops,
         peak_flops=peak_flops(device_name),
         attention=attention,
-        memory=training_memory(
-            config.model,
-            config.run.batch_size,
-            config.data.seq_len,
-            precision=config.run.precision,
-            checkpoint_activations=config.run.checkpoint_activations,
-            attention=attention.name,
-            device=device,
-            document_mask=config.data.document_mask,
-            verify=bool(config.run.verify_every),
-        ),
-        device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        memory=memory_of(config, config.run.micro_batch_size, attention.name, device),
+        room=room,
+        on_card=device.type == "cuda",
     )
 
 
@@ -123,27 +116,17 @@ def checkpoint_bytes(config: TrainConfig) -> int:
     return 12 * parameter_counts(config.model).total
 
 
-def memory_lines(memory: MemoryPlan, device_bytes: int | None) -> list[str]:
-    """The peak by part, and what the activations are; parts that round to nothing are left out."""
-    unit, size_of_unit, digits = ("GiB", 2**30, 2) if memory.peak >= 2**30 else ("MiB", 2**20, 1)
-
-    def in_unit(size: float) -> str:
-        return f"{size / size_of_unit:,.{digits}f}"
-
-    def sizes(parts: dict[str, int]) -> str:
-        return ", ".join(f"{name} {in_unit(size)}" for name, size in parts.items() if float(in_unit(size)))
-
-    of_card = ""
-    if device_bytes is not None:
-        of_card = f" of the card's {in_unit(device_bytes)}"
-        if memory.peak > device_bytes:
-            of_card += ", so IT WILL NOT FIT: lower --batch-size, or see --checkpoint-activations"
+def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
+    """The peak by part, and what the activations are."""
+    unit = Unit(memory.held)
+    place = "card" if on_card else "machine"
+    there = f"of the {place}'s {unit.number(room.total)}, {unit.number(room.free)} are free"
+    if memory.held > room.free:
+        there += ", which is TOO LITTLE: lower --batch-size, or see --checkpoint-activations"
     activations = sum(memory.activations.values())
-    phase = memory.peak_phase
-    parts = {**memory.fixed, "activations": activations, phase: memory.passing[phase]}
     return [
-        f"memory      {in_unit(memory.peak)} {unit} at the peak{of_card}: {sizes(parts)}",
-        f"activations {in_unit(activations)} {unit}: {sizes(memory.activations)}",
+        f"memory      {unit(memory.held)} at the peak: {unit.each(by_part(memory))}; {there}",
+        f"activations {unit(activations)}: {unit.each(memory.activations)}",
     ]
 
 
@@ -181,7 +164,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     model, run, seq_len = config.model, config.run, config.data.seq_len
     counts = parameter_counts(model)
     tokens_per_step = plan.sequences_per_step * seq_len
-    micro = math.ceil(plan.sequences_per_step / run.batch_size)
+    micro = math.ceil(plan.sequences_per_step / run.micro_batch_size)
     total_tokens = plan.total_samples * seq_len
     documents = ""
     if config.data.document_mask:
@@ -194,7 +177,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         f"device      {device_name}, {run.precision}" + (", deterministic" if run.deterministic else ""),
         f"attention   {plan.attention.name}: {plan.attention.why}" + documents,
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
-        f"micro-batch{'es' if micro > 1 else ''} of {run.batch_size}",
+        f"micro-batch{'es' if micro > 1 else ''} of {run.micro_batch_size}",
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
         f"{_few(total_tokens / counts.total)} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
         "steps an epoch",
@@ -202,8 +185,8 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     ]
     lines += corpus_lines(order, plan.total_samples)
     lines += [
-        *memory_lines(plan.memory, plan.device_bytes),
-        f"saving      {in_bytes(checkpoint_bytes(config))} of {'pinned' if plan.device_bytes else 'more'} host memory "
+        *memory_lines(plan.memory, plan.room, plan.on_card),
+        f"saving      {in_bytes(checkpoint_bytes(config))} of {'pinned' if plan.on_card else 'more'} host memory "
         "hold what is written while training goes on",
         disk_line(config, plan.total_steps, checkpoints, free_bytes(_existing(run.run_dir))),
         f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "

@@ -11,11 +11,12 @@ import torch
 from llmtrain.corpus.batches import BatchStream
 from llmtrain.kernels import choice
 from llmtrain.storage.disk import require_room
-from llmtrain.storage.errors import LlmtrainError, StopRequested, UsageError
+from llmtrain.storage.errors import LlmtrainError, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
-from llmtrain.training import checkpoint, start
+from llmtrain.training import checkpoint, fit, start
 from llmtrain.training.config import TrainConfig
+from llmtrain.training.fit import Unit
 from llmtrain.training.health import Health
 from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.metrics import RunLog, Throughput, duration
@@ -47,22 +48,24 @@ def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = Non
     attention = start.pick_attention(
         settings.attention, settings.precision, config.model.head_dim, data.seq_len, device, data.document_mask
     )
-    plan = make_plan(config, order, device, start.device_name(device), attention)
-    start.check_memory(plan, device)
-    start.make_folder(run_dir)
+    room, auto = fit.room(device), settings.batch_size == "auto"
+    config = start.settle_batch_size(config, attention, device, room, resume)
+    name = start.device_name(device)
+    plan = make_plan(config, order, device, name, attention, room)
+    start.check_memory(config, plan, device)
+    made = start.make_folder(run_dir)
     with RunLock(run_dir / "lock"), StopFlag() as stop, choice.forced(settings.attention, "attention"):
         supervisor.watch(stop)
         start.check_run_dir(run_dir, resume)  # again: another process may have come and gone since
         checkpoint.clear_leftovers(run_dir)
         try:
-            _run(start.start(config, order, validation, device, attention, resume), plan, stop, supervisor)
-        except (RuntimeError, MemoryError) as error:
-            if not start.out_of_memory(error):
-                raise
-            reason = str(error).split("\n")[0]
-            raise UsageError(
-                f"the run does not fit the device: lower --batch-size, or see --checkpoint-activations ({reason})"
-            ) from error
+            run = start.start(config, order, validation, device, attention, resume, room, auto)
+        except BaseException:
+            start.unmake_folder(run_dir, made)
+            raise
+        if run.config != config:  # --batch-size auto had to go down
+            plan = make_plan(run.config, order, device, name, attention, room)
+        _run(run, plan, stop, supervisor)
 
 
 def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> None:
@@ -70,8 +73,13 @@ def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> No
     run_dir = run.config.run.run_dir
     log = RunLog(run_dir, _attempt(run_dir), plan)
     try:
-        _begin(run, plan, log)
-        loop(run, plan, log, stop, supervisor)
+        try:
+            _begin(run, plan, log)
+            loop(run, plan, log, stop, supervisor)
+        except (RuntimeError, MemoryError) as error:
+            if not fit.out_of_memory(error):
+                raise
+            raise fit.ran_out(run.config, run.attention.name, run.device, plan.room, run.at_step) from error
         log.sync()
     except BaseException as error:
         code = error.exit_code if isinstance(error, LlmtrainError) else 70
@@ -114,9 +122,24 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     tokens = samples * run.config.data.seq_len
     environment = start.environment(run.device, run.attention.name)
     log.event(at, tokens, "start", f"starts at step {at} of {plan.total_steps}", environment=environment)
+    _say_trial(run, plan, log, tokens)
     for note in notes:
         log.event(at, tokens, "note", note)
     write_status(run.config.run.run_dir, "running", f"since step {at}", at)
+
+
+def _say_trial(run: Started, plan: Plan, log: RunLog, tokens: int) -> None:
+    """What fits, where that was not known before."""
+    if not run.trial["auto"] and run.device.type == "cpu":
+        return
+    *failed, size = run.trial["tried"]
+    text = f"micro-batches of {size} fit" + ", as --batch-size auto found" * run.trial["auto"]
+    if failed:
+        text += f"; of {', '.join(map(str, failed))} did not"
+    if "peak_bytes" in run.trial:
+        unit = Unit(plan.memory.held)
+        text += f": at the peak {unit(run.trial['peak_bytes'])}, tried in {run.trial['seconds']:.1f} s"
+    log.event(run.at_step, tokens, "trial", text, **run.trial)
 
 
 def _evaluated(log: RunLog, at_step: int) -> set[str]:
@@ -140,7 +163,7 @@ def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> flo
 def _say_pace(run: Started, plan: Plan, log: RunLog, micro_batches: int, seconds: float) -> None:
     """A step on a CPU may take many minutes, and shows nothing before it is done."""
     if run.device.type == "cpu" and micro_batches * seconds > LONG_STEP:
-        left = (plan.total_samples - plan.samples(run.at_step)) / run.config.run.batch_size
+        left = (plan.total_samples - plan.samples(run.at_step)) / run.config.run.micro_batch_size
         log.line(
             f"step {run.at_step}: the first of {micro_batches} micro-batches took {seconds:.1f} s, so a step about "
             f"{duration(micro_batches * seconds)}, the run {duration(left * seconds)}"
@@ -219,7 +242,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         start=plan.samples(run.at_step),
         stop=plan.total_samples,
         sequences_per_step=plan.sequences_per_step,
-        batch_size=settings.batch_size,
+        batch_size=settings.micro_batch_size,
         device=run.device,
         document_mask=run.config.data.document_mask,
     )
@@ -228,7 +251,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         while run.at_step < plan.total_steps:
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
             lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
-            micro_batches = math.ceil(samples / settings.batch_size)
+            micro_batches = math.ceil(samples / settings.micro_batch_size)
             verifies = replay.due(run.at_step + 1)
             if verifies:
                 replay.begin()

@@ -1,8 +1,11 @@
 """From a configuration to a run that is ready for its next step, or one line that says why not."""
 
 import dataclasses
+import gc
 import os
 import platform
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ from llmtrain.corpus.packing import Packed, open_or_build
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend, training_backend
+from llmtrain.model.evaluation import evaluate
+from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
-from llmtrain.storage.errors import ConfigMismatch, UsageError, write_error
+from llmtrain.storage.errors import ConfigMismatch, LlmtrainError, UsageError, write_error
 from llmtrain.storage.manifest import sha256_file
-from llmtrain.training import checkpoint
+from llmtrain.training import checkpoint, fit
 from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
@@ -29,21 +34,6 @@ from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 
 MAX_SEQ_LEN = (1 << 31) - 1
 """Positions are 32-bit numbers."""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """torch raises OutOfMemoryError for the card alone; its CPU allocator raises a RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error)
-        for words in (
-            "can't allocate memory",
-            "Storage size calculation overflowed",
-            "CUDA error: out of memory",
-            "CUBLAS_STATUS_ALLOC",
-        )
-    )
 
 
 def pick_device(asked: str) -> torch.device:
@@ -154,6 +144,8 @@ class Started:
     corpus: list[dict[str, Any]]
     notes: list[str]
     """What a person should know of the start: a damaged checkpoint, another version."""
+    trial: dict[str, Any]
+    """Of the trial of the step: whether the micro-batch is --batch-size auto's, sizes tried, seconds, bytes."""
     trusted: int | None = None
     """With --verify-every: the last step up to which every step that was run again gave the same bits."""
 
@@ -168,15 +160,36 @@ class Started:
         }
 
 
-def check_memory(plan: Plan, device: torch.device) -> None:
-    """Raises UsageError where not even what every step needs fits into the device."""
-    fixed = sum(plan.memory.fixed.values())
-    there = plan.device_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if fixed > there:
-        raise UsageError(
-            f"weights, gradients and moments take {fixed / 2**30:,.1f} GiB, the {device.type} has "
-            f"{there / 2**30:,.1f}: make the model smaller"
-        )
+def check_memory(config: TrainConfig, plan: Plan, device: torch.device) -> None:
+    """Raises UsageError for what cannot fit whatever a trial would say: what every step needs on a card; all of a step
+    on a CPU, where there is no trial, swap included."""
+    certain = plan.memory.peak if device.type == "cpu" else sum(plan.memory.fixed.values())
+    if certain > plan.room.total:
+        raise fit.refusal(config, plan.attention.name, device, plan.room)
+
+
+def settle_batch_size(
+    config: TrainConfig, attention: Backend, device: torch.device, room: fit.Room, resume: bool
+) -> TrainConfig:
+    """With a number for --batch-size auto. A run that goes on keeps the one it had on the same device, so that its bits
+    stay the same, unless that one is predicted not to fit any more."""
+    if config.run.batch_size != "auto":
+        return config
+    before = _size_before(config.run.run_dir, device_name(device)) if resume else None
+    chosen = fit.auto_size(config, attention.name, device, room)
+    if before is not None and before <= fit.fitting(config, attention.name, device, room, before):
+        chosen = before
+    return fit.with_batch_size(config, chosen)
+
+
+def _size_before(run_dir: Path, device: str) -> int | None:
+    """batch_size of the newest checkpoint, where it was made on `device`."""
+    folder = checkpoint.newest_whole(run_dir)
+    try:
+        state = checkpoint.read_state(folder) if folder else None
+    except LlmtrainError:
+        return None  # damaged: it will be set aside
+    return state["config"]["run"]["batch_size"] if state and state["environment"]["device"] == device else None
 
 
 def check_run_dir(run_dir: Path, resume: bool) -> None:
@@ -234,13 +247,29 @@ def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
     return [f"tokenizer {named} is not where the corpus was made: copy it to {run_dir / 'tokenizer.json'} to generate"]
 
 
-def make_folder(run_dir: Path) -> None:
+def make_folder(run_dir: Path) -> list[Path]:
+    """Makes RUN/checkpoints; returns the folders that were not there, outermost first."""
+    made: list[Path] = []
     try:
-        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for folder in reversed([path := run_dir / "checkpoints", *path.parents]):
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)  # another process may be at it too
+                made.append(folder)
         if not os.access(run_dir, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise write_error(error, run_dir) from None
+    return made
+
+
+def unmake_folder(run_dir: Path, made: list[Path]) -> None:
+    """Removes the folders of `make_folder` again, where nothing but the lock came into them. For its holder."""
+    with suppress(OSError):  # what has come in there, or what cannot be removed, stays
+        if run_dir in made and sorted(os.listdir(run_dir)) == ["checkpoints", "lock"]:
+            (run_dir / "checkpoints").rmdir()
+            (run_dir / "lock").unlink()
+            for folder in reversed(made[:-1]):
+                folder.rmdir()
 
 
 def start(
@@ -250,13 +279,19 @@ def start(
     device: torch.device,
     attention: Backend,
     resume: bool,
+    room: fit.Room,
+    auto: bool = False,
 ) -> Started:
-    """Builds the step and fills it, from the newest checkpoint that verifies or from the seed."""
+    """Builds the step, tries it out, and fills it, from the newest checkpoint that verifies or from the seed.
+
+    auto: a micro-batch that turns out not to fit is made smaller. Raises what `fit.refusal` does."""
     corpus = corpus_identity(list(order.sources))
     model = Transformer(config.model, device="meta")
     model.checkpoint_activations = config.run.checkpoint_activations
-    flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
-    optimizer = AdamW(flat, config.optimizer)
+    with fit.or_refused(config, attention.name, device, room):
+        flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
+        optimizer = AdamW(flat, config.optimizer)
+    config, train_step, trial = fitting_step(config, model, flat, optimizer, attention, device, room, auto)
 
     def check(state: dict[str, Any]) -> None:
         refuse_another_run(state["config"], config)
@@ -279,7 +314,60 @@ def start(
         for name, value in state["environment"].items():
             if now.get(name) != value:
                 notes.append(f"{name} is {now.get(name)}, was {value}: losses may differ in their last bits from here")
-    train_step = TrainStep(
-        model, flat, optimizer, config.run.batch_size, config.data.seq_len, document_mask=config.data.document_mask
-    )
-    return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes)
+        if (before := state["config"]["run"]["batch_size"]) != config.run.batch_size:
+            notes.append(
+                f"batch_size is {config.run.batch_size}, was {before}: losses may differ in their last bits from here"
+            )
+    return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, trial)
+
+
+def fitting_step(
+    config: TrainConfig,
+    model: Transformer,
+    flat: FlatParameters,
+    optimizer: AdamW,
+    attention: Backend,
+    device: torch.device,
+    room: fit.Room,
+    auto: bool,
+) -> tuple[TrainConfig, TrainStep, dict[str, Any]]:
+    """The step, after a trial of all that a run does at its largest shapes, and its configuration: with `auto` another
+    micro-batch than it came with, where that one did not fit. The third: what the trial says of itself."""
+    tried = []
+    while True:
+        size = config.run.micro_batch_size
+        tried.append(size)
+        since = time.perf_counter()
+        try:
+            with fit.or_refused(config, attention.name, device, room):
+                data = config.data
+                step = TrainStep(model, flat, optimizer, size, data.seq_len, document_mask=data.document_mask)
+                memory = fit.memory_of(config, size, attention.name, device)
+                try_out(step, memory, bool(data.val_tokens))
+        except LlmtrainError:
+            if not auto or size == 1:
+                raise
+        else:
+            figures = {"auto": auto, "tried": tried, "seconds": time.perf_counter() - since}
+            if device.type == "cuda":
+                figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "held_bytes": torch.cuda.memory_reserved()}
+            return config, step, figures | {"planned_bytes": memory.held}
+        gc.collect()  # beyond the except block, which holds on to the tensors of the frames that failed
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        most = min(size - 1, int(size * fit.DOWN))
+        config = fit.with_batch_size(config, fit.even(config.run.sequences_per_step, max(1, most)))
+
+
+def try_out(step: TrainStep, memory: MemoryPlan, evaluates: bool) -> None:
+    """Takes the memory of a whole step, and of an evaluation. A CPU, on which a step may take minutes, is only asked
+    for as much at once, which it refuses where a limit is in the way."""
+    if step.ids.device.type == "cpu":
+        torch.empty(memory.peak - sum(memory.fixed.values()), dtype=torch.uint8)
+        return
+    beside = torch.empty(memory.fixed["copy to verify"], dtype=torch.uint8, device=step.ids.device)
+    step.try_out()
+    if evaluates:
+        evaluate(step.model, [(step.ids, step.targets, step.doc_start)])
+    torch.cuda.synchronize()
+    del beside  # the allocator keeps it for who needs it

@@ -10,9 +10,11 @@ import os
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.cross_entropy import IGNORED
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.fit import out_of_memory
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
 
@@ -139,6 +141,19 @@ class TrainStep:
         end.synchronize()
         return begin.elapsed_time(end)
 
+    def try_out(self) -> None:
+        """A step of each kind at the run's shapes, captured where it will be, that shows whether they fit: before the
+        first, and before the weights are there. Nothing counts in it but the memory. Raises what its lack raises."""
+        # Ids as spread as a text's: summing the gradients of one and the same row is slow.
+        self.ids.view(-1).copy_(torch.arange(self.ids.numel(), device=self.ids.device) % self.model.config.vocab_size)
+        self.targets.fill_(IGNORED)
+        if self.wants_capture:
+            self._capture()
+        else:
+            self._warm_up()
+        self.sums.zero_()
+        self.last.zero_()
+
     def metrics(self) -> dict[str, float]:
         """Figures of the last step, and the only wait for the device. Losses are means over its targets, in nats;
         skipped: updates that were not applied, up to now."""
@@ -159,6 +174,17 @@ class TrainStep:
     def _update(self) -> None:
         self.last.copy_(self.optimizer.update(self.sums))
 
+    def _warm_up(self) -> None:
+        """All that a step does, once, without a trace. Zero targets make the update divide by zero, find a norm that is
+        not finite, and change nothing."""
+        self._micro(first=True)
+        self._micro(first=False)
+        self.sums.zero_()
+        before = [buffer.clone() for buffer in self.optimizer.small]
+        self._update()
+        for buffer, value in zip(self.optimizer.small, before, strict=True):
+            buffer.copy_(value)
+
     def _capture(self) -> None:
         """Captures the three graphs; what cannot be captured runs uncaptured, and `why_not_captured` says why."""
         stream = torch.cuda.Stream()
@@ -166,15 +192,7 @@ class TrainStep:
         saved = self.sums.clone()
         try:
             with torch.cuda.stream(stream):
-                # Kernels are compiled and workspaces made before the capture. Zero targets make the update divide by
-                # zero, find a norm that is not finite, and change nothing.
-                self._micro(first=True)
-                self._micro(first=False)
-                self.sums.zero_()
-                before = [buffer.clone() for buffer in self.optimizer.small]
-                self._update()
-                for buffer, value in zip(self.optimizer.small, before, strict=True):
-                    buffer.copy_(value)
+                self._warm_up()  # kernels are compiled and workspaces made before the capture
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -187,9 +205,9 @@ class TrainStep:
                 with torch.cuda.graph(graphs[name], pool=pool, stream=stream, capture_error_mode="thread_local"):
                     body()
             self.graphs = graphs
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if out_of_memory(error):
+                raise
             self.graphs = {}
             self.wants_capture = False
             self.why_not_captured = str(error).splitlines()[0]

@@ -33,7 +33,7 @@ def validate(
     """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file; None where
     `goes_on`, asked before each batch and at the end, said no."""
     batches = held_out_batches(
-        source.file, config.data.seq_len, config.run.batch_size, config.run.val_windows, device,
+        source.file, config.data.seq_len, config.run.micro_batch_size, config.run.val_windows, device,
         config.data.document_mask,
     )  # fmt: skip
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)

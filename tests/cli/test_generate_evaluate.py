@@ -196,3 +196,27 @@ def test_the_tokenizer_of_another_corpus_in_the_run_directory_is_refused(run_dir
     (other / "tokenizer.json").write_bytes(tokenizers.train(["quite another text, another, another text"], 280))
     code, text, said = command(capsys, "generate", "--run-dir", other)
     assert (code, text) == (78, "") and "is not the tokenizer of the corpus" in said and said.count("\n") == 1
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used_untouched(run_dir, tmp_path, capsys):
+    shutil.copytree(run_dir, tmp_path / "run")
+    steps = tmp_path / "run/checkpoints"
+    shutil.copytree(steps / "step-00000012", steps / "step-00000013")
+    with open(steps / "step-00000013/model.safetensors", "r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        file.write(b"\xff")
+    shutil.copytree(steps / "step-00000012", steps / "step-00000014")
+    (steps / "step-00000014/MANIFEST.json").unlink()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    wanted = command(capsys, "generate", "--run-dir", run_dir, "--max-new-tokens", "9")
+    code, text, said = command(capsys, "generate", "--run-dir", tmp_path / "run", "--max-new-tokens", "9")
+    assert (code, text) == wanted[:2] == (0, text)
+    first, second = said.splitlines()
+    assert "step-00000014: has no MANIFEST.json" in first and "step-00000012 is used instead" in first
+    assert "step-00000013/model.safetensors: is damaged" in second and "step-00000012 is used instead" in second
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    code, _, said = command(capsys, "evaluate", "--run-dir", tmp_path / "run", "--device", "cpu")
+    assert code == 0 and said.count("step-00000012 is used instead") == 2
+    shutil.rmtree(steps / "step-00000012")
+    code, _, said = command(capsys, "generate", "--run-dir", tmp_path / "run")
+    assert code == 65 and said.count("\n") == 1 and "step-00000014" in said

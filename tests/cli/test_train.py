@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -246,12 +247,84 @@ def test_the_tokenizer_of_another_corpus_is_never_used_for_this_one(here, capfd)
 @pytest.mark.parametrize(
     "asked",
     [["--batch-size", str(10**9)], ["--batch-size", str(10**15)], ["--d-model", "10000000"],
-     ["--max-seq-len", str(10**15)], ["--total-steps", str(10**18)]],
+     ["--n-layers", str(10**9)], ["--max-seq-len", str(10**15)], ["--total-steps", str(10**18)]],
 )  # fmt: skip
-def test_what_cannot_fit_is_refused(asked, here, capfd):
+def test_what_cannot_fit_is_refused_at_once_and_leaves_nothing(asked, here, capfd):
+    since = time.monotonic()
     code, error = failure(capfd, "--run-dir", "run", *SMALL, *asked)
     assert code == 2, error
-    assert not checkpoint.list_steps(here / "run")
+    assert not (here / "run").exists() and time.monotonic() - since < 5
+
+
+def test_auto_keeps_the_sequences_of_a_step_whatever_names_them(here, capfd):
+    def sequences(*arguments: str) -> int:
+        assert run_cli(["train", *SMALL[:-6], "--total-steps", "1", "--device", "cpu", *arguments]) == 0
+        return state(here / "run")["tokens"] // 16
+
+    def state(run_dir: Path) -> dict:
+        return checkpoint.read_state(checkpoint.folder_of(run_dir, 1))
+
+    (here / "preset.toml").write_text("[run]\nbatch_size = 5\naccumulate = 3\n")
+    of_auto = ["--batch-size", "auto"]
+    for number, (arguments, wanted) in enumerate([
+        (of_auto, 8),
+        ([*of_auto, "--accumulate", "2"], 16),
+        ([*of_auto, "--global-batch-size", "7"], 7),
+        ([*of_auto, "--config", "preset.toml"], 15),
+        ([*of_auto, "--config", "preset.toml", "--accumulate", "4"], 20),
+        ([*of_auto, "--config", "preset.toml", "--accumulate", "1", "--global-batch-size", "9"], 9),
+    ]):  # fmt: skip
+        assert sequences("--run-dir", "run", "--resume", *arguments) == wanted, arguments
+        # The line that a supervisor gives again and again names the same run.
+        assert run_cli(["train", "--run-dir", "run", "--resume", *arguments]) == 0
+        code, error = failure(capfd, "--run-dir", "run", "--resume", "--batch-size", "auto", "--global-batch-size", "6")
+        assert code == 78 and f"has {wanted} sequences" in error
+        (here / "run").rename(here / f"run{number}")
+
+
+LIMITED = """
+import os, resource, sys
+from llmtrain.cli.main import run
+from llmtrain.training import fit, run as _
+used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]) * 2**20,) * 2)
+if sys.argv[2] == "unpredicted":
+    fit.room = lambda device: fit.Room(2**40, 2**40)
+    fit.CPU_TOKENS = 2**30
+sys.exit(run(sys.argv[3:]))
+"""
+HUNGRY = [
+    "train", "--run-dir", "run", "--d-model", "32", "--n-layers", "8", "--n-heads", "4", "--n-kv-heads", "2",
+    "--head-dim", "8", "--d-ff", "48", "--seq-len", "64", "--precision", "fp32", "--device", "cpu",
+    "--total-steps", "1",
+]  # fmt: skip
+
+
+def limited(mib: int, prediction: str, *arguments: str) -> tuple[int, str, str]:
+    """`llmtrain` in a process that may take `mib` beyond what importing takes: (exit code, stdout, stderr)."""
+    narrow = {**environment(), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(mib), prediction, *HUNGRY, *arguments],
+        capture_output=True, text=True, env=narrow,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_a_limit_of_memory_forbids_is_refused_with_what_works_in_its_place(here):
+    code, _, error = limited(640, "predicted", "--batch-size", "900")
+    assert code == 2 and error.count("\n") == 1 and "of the machine's" in error and "activations" in error
+    assert not (here / "run").exists()
+    options = error.partition("give ")[2].partition(" or --batch-size auto")[0].split()
+    assert options[0] == "--batch-size"
+    code, out, error = limited(640, "predicted", *options)
+    assert code == 0, error
+    assert "step        900 sequences x 64" in out
+
+
+def test_auto_goes_down_when_the_memory_really_runs_out(here):
+    code, out, error = limited(700, "unpredicted", "--batch-size", "auto", "--global-batch-size", "900")
+    assert code == 0, error
+    assert "micro-batches of 450 fit, as --batch-size auto found; of 900 did not" in out
 
 
 def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(here, capfd):

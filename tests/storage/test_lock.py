@@ -114,3 +114,20 @@ def test_a_full_disk_with_a_lock_from_before_can_still_be_locked_or_says_why(tmp
                 pass
         except Exception as error:
             assert getattr(error, "exit_code", None) == 74
+
+
+def test_a_file_that_was_removed_between_opening_and_locking_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+    path, opened = tmp_path / "lock", []
+
+    def slow_open(*arguments):
+        opened.append(os_open(*arguments))
+        if len(opened) == 1:
+            path.unlink()
+        return opened[-1]
+
+    os_open = os.open
+    monkeypatch.setattr(os, "open", slow_open)
+    with RunLock(path):
+        assert len(opened) == 2 and path.exists()
+        with pytest.raises(ConfigMismatch, match=str(os.getpid())), RunLock(path):
+            pass

@@ -8,6 +8,7 @@ from llmtrain.model.flops import flops_per_token, parameter_counts
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
+from llmtrain.training.fit import Room
 from llmtrain.training.plan import checkpoint_bytes, corpus_lines, disk_line, memory_lines, schedule_line
 from llmtrain.training.run import train
 from llmtrain.training.start import open_sources
@@ -22,22 +23,26 @@ PLAN = MemoryPlan(
 
 
 def test_the_parts_of_the_memory_line_add_up_to_its_peak():
-    first, second = memory_lines(PLAN, 80 * GIB)
-    assert "11.00 GiB at the peak of the card's 80.00" in first and "feed-forward's backward 1.00" in first
-    assert sum(map(float, re.findall(r" (\d+\.\d+)(?:,|$)", first.partition(": ")[2]))) == 11
+    for plan, peak in ((PLAN, 11), (replace(PLAN, evaluation=2 * GIB), 13)):
+        first, second = memory_lines(plan, Room(80 * GIB, 70 * GIB), on_card=True)
+        assert f"{peak}.00 GiB at the peak" in first and "feed-forward's backward 1.00" in first
+        assert first.endswith("; of the card's 80.00, 70.00 are free")
+        parts = first.partition(": ")[2].partition(";")[0]
+        assert sum(map(float, re.findall(r" (\d+\.\d+)(?:,|$)", f" {parts}"))) == peak
     assert second == "activations 7.00 GiB: stream 5.00, qkv 2.00"
-    assert "FIT" not in first and "card" not in memory_lines(PLAN, None)[0]
+    assert "machine's 80.00" in memory_lines(PLAN, Room(80 * GIB, 70 * GIB), on_card=False)[0]
 
 
 def test_what_will_not_fit_is_said_before_it_does_not():
-    assert "WILL NOT FIT: lower --batch-size" in memory_lines(PLAN, 10 * GIB)[0]
+    assert "10.00 are free, which is TOO LITTLE: lower" in memory_lines(PLAN, Room(80 * GIB, 10 * GIB), True)[0]
 
 
 def test_the_memory_of_a_small_model_is_said_in_mib():
     fixed = {"weights": 4 << 20, "tables": 1000}
     small = MemoryPlan(fixed, activations={"qkv": 3 << 19}, passing={"head": 1 << 19})
-    assert memory_lines(small, 80 * GIB) == [
-        "memory      6.0 MiB at the peak of the card's 81,920.0: weights 4.0, activations 1.5, head 0.5",
+    assert memory_lines(small, Room(80 * GIB, 80 * GIB), on_card=True) == [
+        "memory      6.0 MiB at the peak: weights 4.0, activations 1.5, head 0.5; of the card's 81,920.0, 81,920.0 "
+        "are free",
         "activations 1.5 MiB: qkv 1.5",
     ]
 

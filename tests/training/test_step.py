@@ -137,3 +137,26 @@ def test_bf16_follows_fp32():
         losses[precision] = step.metrics()["lm_loss"]
     assert losses["fp32"] < 3.5
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
+
+
+def test_a_step_that_was_tried_out_is_as_one_that_was_not():
+    fresh, tried = build(4, "bf16"), build(4, "bf16")
+    tried.try_out()
+    assert torch.equal(tried.last, fresh.last) and torch.equal(tried.sums, fresh.sums)
+    tried.optimizer.reset()  # a run does, or loads, after the trial
+    for step in (fresh, tried):
+        for seed in range(3):
+            feed(step, *data(10, seed=seed), 4)
+            step.optimizer_step(1e-2)
+    for name in ("exp_avg", "exp_avg_sq", "count", "skipped"):
+        assert torch.equal(getattr(fresh.optimizer, name), getattr(tried.optimizer, name)), name
+    assert torch.equal(fresh.flat.master, tried.flat.master) and fresh.metrics() == tried.metrics()
+
+
+def test_a_trial_reaches_every_weight_and_changes_none():
+    step = build(4, "fp32")
+    before = step.flat.master.clone()
+    step.flat.grad.fill_(7.0)
+    step.try_out()
+    assert torch.equal(step.flat.master, before)
+    assert all(not parameter.grad.any() for parameter in step.flat.parameters.values())  # written, with zeros
