@@ -111,6 +111,7 @@ def corpus(state: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def run_lines(run_dir: Path) -> Iterator[Line]:
     from llmtrain.storage.journal import JsonLines
+    from llmtrain.storage.lock import dead_holder
     from llmtrain.storage.manifest import read_json
     from llmtrain.training.checkpoint import folder_of, list_steps, read_manifest
 
@@ -118,6 +119,8 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
     if (run_dir / "status.json").exists():
         status = read_json(run_dir / "status.json")
         yield "state", f"{status.get('state')} at step {status.get('step')}: {status.get('reason')}"
+        if status.get("state") == "running" and (pid := dead_holder(run_dir / "lock")):
+            yield "", f"but process {pid} is gone, so it was killed or the machine went down: --resume goes on"
     newest: dict[str, dict[str, Any]] = {}
     if (run_dir / "metrics.jsonl").exists():
         for line in JsonLines.read(run_dir / "metrics.jsonl"):

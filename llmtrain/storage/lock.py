@@ -80,6 +80,22 @@ class RunLock:
             os.close(descriptor)
 
 
+def dead_holder(path: PathLike) -> int | None:
+    """The process that a lock file names, where it was one of this machine and is no more: it was killed, or it would
+    have taken its name away. The lock itself is left alone."""
+    try:
+        with open(path, "rb") as file:
+            holder = json.loads(file.read(4096))
+        pid = int(holder["pid"])
+        if holder["host"] == socket.gethostname():
+            os.kill(pid, 0)
+    except ProcessLookupError:
+        return pid
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        pass
+    return None
+
+
 def _write_holder(descriptor: int) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     line = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "time": now})

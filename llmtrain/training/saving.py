@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtrain.storage.errors import CannotCreate, LlmtrainError, StorageFailure
 from llmtrain.training import checkpoint
+from llmtrain.training.lifecycle import write_status
 from llmtrain.training.metrics import RunLog
 from llmtrain.training.plan import Plan
 from llmtrain.training.snapshot import Snapshot
@@ -147,6 +148,8 @@ class Saver:
         settings = self._settings
         folder = checkpoint.save(settings.run_dir, at, self._snapshot, state)
         self._sound[at] = True
+        with suppress(LlmtrainError):  # it only tells of the checkpoint, which is there
+            write_status(settings.run_dir, "running", f"saved at step {at}", at)
         notes = []
         try:
             if self._snapshot.counts()["skipped_in_a_row"] == 0:  # in a bad row those from before it are all kept

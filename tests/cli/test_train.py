@@ -1,6 +1,7 @@
 """`llmtrain train` as a person meets it: what goes wrong is one line, its exit code, and nothing left behind."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -106,7 +107,7 @@ def test_a_run_directory_in_use_is_refused_with_the_pid_of_its_owner(here, capfd
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         code, error = failure(capfd, "--run-dir", "run", *SMALL)
-        assert code == 78 and str(process.pid) in error
+        assert code == 78 and f"in use by process {process.pid} on {socket.gethostname()} since" in error
     finally:
         process.kill()
         process.wait()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.storage.errors import CannotCreate, ConfigMismatch
-from llmtrain.storage.lock import RunLock
+from llmtrain.storage.lock import RunLock, dead_holder
 from tests.storage.processes import in_child, python, small_disk
 
 HOLDER = """
@@ -40,8 +40,21 @@ def test_the_lock_of_a_dead_process_is_no_obstacle(tmp_path: Path, number: signa
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(number)
     assert json.loads(path.read_text())["pid"] == holder.pid  # it had no time to tidy up
+    assert dead_holder(path) == holder.pid
     with RunLock(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
+        assert dead_holder(path) is None
+    assert dead_holder(path) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"pid": "x", "host": "HOST"}', '{"pid": 1e400, "host": "HOST"}',
+             '{"pid": 4194304, "host": "another machine"}', '{"pid": 1' + "0" * 30 + ', "host": "HOST"}'],
+)  # fmt: skip
+def test_a_lock_file_that_names_nobody_of_this_machine_names_no_dead_one(text, tmp_path):
+    (tmp_path / "lock").write_text(text.replace("HOST", socket.gethostname()))
+    assert dead_holder(tmp_path / "lock") is None
+    assert dead_holder(tmp_path / "missing") is None
 
 
 FORKING_HOLDER = """
