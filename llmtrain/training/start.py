@@ -351,7 +351,7 @@ def fitting_step(
             figures = {"auto": auto, "tried": tried, "seconds": time.perf_counter() - since}
             if device.type == "cuda":
                 figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "held_bytes": torch.cuda.memory_reserved()}
-            return config, step, figures | {"planned_bytes": memory.held}
+            return config, step, figures | {"planned_bytes": memory.peak, "planned_held_bytes": memory.held}
         gc.collect()  # beyond the except block, which holds on to the tensors of the frames that failed
         if device.type == "cuda":
             torch.cuda.empty_cache()
