@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from llmtrain.storage import atomic  # noqa: E402
+from llmtrain.training.unit import STAYS_DOWN  # noqa: E402
 from tests.faults.user_systemd import UserSystemd, user_systemd, why_not  # noqa: E402
 from tests.training.conftest import write_corpus  # noqa: E402
 
@@ -178,7 +179,7 @@ def signals(systemd: UserSystemd, here: Path) -> str:
 
 
 def codes(systemd: UserSystemd, here: Path) -> str:
-    for code in (2, 65, 66, 78, 79):
+    for code in STAYS_DOWN:
         trial = Trial(systemd, here, f"code-{code}", settings=("ExecStart=", f"ExecStart=/bin/sh -c 'exit {code}'"))
         systemd.ctl("start", trial.unit, check=False)
         time.sleep(1)
@@ -197,7 +198,7 @@ def codes(systemd: UserSystemd, here: Path) -> str:
     time.sleep(1)
     (here / "away.u16").rename(here / "corpus.u16")
     assert trial.ends() == ["exit-code exited 66"], trial.ends()
-    return "2, 65, 66, 78, 79 stay down; 70, 73, 74, 1 are restarted without end"
+    return f"{', '.join(map(str, STAYS_DOWN))} stay down; 70, 73, 74, 1 are restarted without end"
 
 
 def finished(systemd: UserSystemd, here: Path) -> str:
