@@ -4,8 +4,21 @@ Arms are built anew in every session and take turns in rounds, in an order that 
 reversed; medians are compared block by block, against the difference between an arm and its own second copy. Device
 time (a CUDA graph's replay, or events around the eager call, behind a cold L2) and the host's time to issue the work
 are separate figures. On a CPU there is host time alone.
+
+An op's benchmark does not call `measure` itself. It describes its arms as `llmtrain.benchmark.op.Arm` (how to build the
+`Work`, what the arm's error was) and its shapes as `op.Case`, and `op.measure_cases` makes the rows of its table: what
+belongs to an arm (casts, copies, reductions, set-up) is in its `Work.run`, a backward by itself gets its forward from
+`Work.prepare`:
+
+    def rows(compiled: bool) -> list[Timed]:
+        x = torch.randn(n, device=device)
+        judgement = judge({"y": double(x)}, {"y": 2 * x.double()}, {"y": Budget(rtol=1e-6)})
+        return [Timed("forward", {"ours": Arm(lambda: Work(lambda: double(x), (x,)), judgement, ours=True)}, 8 * n)]
+
+    measure_cases([Case("double", {"n": n}, rows)], device=device, ceilings=measure_ceilings(device))
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +37,9 @@ L2_FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 100_000
 """About 50 us of device work before a warm sample: the host records both events and launches behind it."""
 
+LEAST_SAMPLES = 11
+"""In a turn, where `Method.samples` asks for as many."""
+
 HOST_SAMPLES = 20
 """Eager calls a round whose host time is taken: each waits for the device first, so many would cost card time."""
 
@@ -32,9 +48,17 @@ HOST_SAMPLES = 20
 class Work:
     """An arm, built: what to run, and the tensors that it reads."""
 
-    run: Callable[[], object]
+    run: Callable[..., object]
+    """What is timed. Called with what `prepare` returned, where there is one."""
     inputs: tuple[Tensor, ...] = ()
     """Checked before anything is timed: zeros hide wrong indexing and run faster than data."""
+    prepare: Callable[[], object] | None = None
+    """Untimed, on the stream of what is timed: the forward of a backward that is timed by itself. Autograd runs a
+    backward on its forward's stream, and one on any other could not be captured."""
+
+    def bound(self) -> Callable[[], object]:
+        """`run` with what it needs; `prepare` is called here."""
+        return self.run if self.prepare is None else functools.partial(self.run, self.prepare())
 
 
 @dataclass(frozen=True)
@@ -46,7 +70,10 @@ class Method:
     rounds: int = 3
     """Turns of each arm in a session."""
     samples: int = 67
-    """Samples in a turn: 3 rounds of 67 are 201 a session."""
+    """Samples in a turn, at most: 3 rounds of 67 are 201 a session."""
+    turn_seconds: float = 0.05
+    """A turn ends after this time, but not before its least number of samples: long calls scatter less, and 67 of each
+    would cost minutes."""
     warmup: int = 5
     """Untimed calls of each arm before a session's first round."""
     graph: bool = True
@@ -58,6 +85,8 @@ class Method:
         for name in ("sessions", "rounds", "samples", "warmup"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.turn_seconds <= 0:
+            raise ValueError(f"turn_seconds: must be above 0, not {self.turn_seconds}")
         if self.sessions * self.rounds < 2:
             raise ValueError("rounds: one round of one session shows no spread; take at least 2")
 
@@ -114,18 +143,33 @@ class DeviceTimer:
         return self.start.elapsed_time(self.end)
 
 
-def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`run` as the replay of a CUDA graph."""
+def captured(work: Work | Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The work as the replay of a CUDA graph, which keeps alive what it reads."""
+    work = work if isinstance(work, Work) else Work(work)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
+        run = work.bound()
         for _ in range(2):
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay
+
+    def replay(alive: object = (run, work)) -> None:
+        graph.replay()
+
+    return replay
+
+
+def one_turn(sample: Callable[[], float], method: Method, most: int) -> list[float]:
+    """The samples of a turn: at most `most`, and none begun after `method.turn_seconds` but the least number."""
+    end = time.perf_counter() + method.turn_seconds
+    taken: list[float] = []
+    while len(taken) < most and (len(taken) < LEAST_SAMPLES or time.perf_counter() < end):
+        taken.append(sample())
+    return taken
 
 
 def host_sample(run: Callable[[], object], device: torch.device) -> float:
@@ -148,10 +192,10 @@ def run_session(
     for name, build in arms.items():
         work = build()
         require_data(name, work.inputs)
+        eager[name] = work.bound()
         for _ in range(method.warmup):
-            work.run()
-        eager[name] = work.run
-        timed[name] = captured(work.run, device) if on_card and method.graph else work.run
+            eager[name]()
+        timed[name] = captured(work, device) if on_card and method.graph else eager[name]
     names = list(arms)
     taken: dict[str, tuple[list[list[float]], list[list[float]]]] = {name: ([], []) for name in names}
     for turn in range(method.rounds):
@@ -160,12 +204,15 @@ def run_session(
             device_rounds, host_rounds = taken[name]
             if timer is not None:
                 timer.sample(timed[name])  # the turn before was another arm's: its first sample pays for that
-                device_rounds.append([timer.sample(timed[name]) for _ in range(method.samples)])
-                host_rounds.append([host_sample(eager[name], device) for _ in range(min(HOST_SAMPLES, method.samples))])
+                sample = functools.partial(timer.sample, timed[name])
+                device_rounds.append(one_turn(sample, method, method.samples))
+                sample = functools.partial(host_sample, eager[name], device)
+                host_rounds.append(one_turn(sample, method, min(HOST_SAMPLES, method.samples)))
                 torch.cuda.synchronize(device)
             else:
                 host_sample(timed[name], device)
-                host_rounds.append([host_sample(timed[name], device) for _ in range(method.samples)])
+                sample = functools.partial(host_sample, timed[name], device)
+                host_rounds.append(one_turn(sample, method, method.samples))
     return taken
 
 
