@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.corpus.token_file import TokenFile, advise
+from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.windows import Gathered, Pieces
 from llmtrain.storage.atomic import AtomicFile, atomic_file
 from llmtrain.storage.errors import BadData, LlmtrainError, UsageError, read_error, write_error
@@ -239,7 +239,8 @@ class Packed:
         return Gathered(ids, rows[behind], columns[behind], ends)
 
     def read_index_ahead(self) -> None:
-        advise(self._descriptor, 0, 0)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def verify(self) -> int:
         """Reads it all and compares with its header; the bytes read. Raises BadData where they differ."""

@@ -208,13 +208,6 @@ def _is_appended_to(path: Path) -> bool:
     return any(work_folder(one).is_dir() for one in (path, trained_on))
 
 
-def advise(descriptor: int, begin: int, nbytes: int) -> None:
-    """Asks the system to bring bytes of a file, 0: all behind `begin`, into the page cache. The thread that asks may
-    wait for the disk's queue, no other does (mmap.madvise would hold them all)."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
-
-
 def mapping_of(array: np.memmap) -> mmap.mmap:
     """What an array is mapped by."""
     assert isinstance(array.base, mmap.mmap)
@@ -451,9 +444,13 @@ class TokenFile:
         return none, none
 
     def read_ahead(self, begins: np.ndarray, lengths: np.ndarray) -> None:
-        """Asks the system to bring pieces (N,), in tokens, into the page cache."""
+        """Asks the system to bring pieces (N,), in tokens, into the page cache. The thread that asks may wait for the
+        disk's queue, but no other (mmap.madvise would hold Python's lock meanwhile)."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        fd, advise, willneed = self._descriptor, os.posix_fadvise, os.POSIX_FADV_WILLNEED
         for begin, length in zip((2 * begins + self.ids.offset).tolist(), (2 * lengths).tolist(), strict=True):
-            advise(self._descriptor, begin, length)
+            advise(fd, begin, length, willneed)
 
     def verify(self) -> Iterator[int]:
         """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.

@@ -27,7 +27,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     Raises InputMissing, BadData, CannotCreate, StorageFailure.
     """
     begin = time.perf_counter()
-    parts = _parts(config)
+    parts = parts_of(config)
     files = [one for part in parts for one in part.files]
     total = total_size(files)
     counts = {"documents": 0, "bytes": 0, "left out": 0}
@@ -52,7 +52,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
 
 
 @dataclass
-class _Part:
+class Part:
     """Inputs of which the same share is taken."""
 
     name: str
@@ -63,7 +63,7 @@ class _Part:
     """Bytes of text that were."""
 
 
-def _parts(config: TokenizerConfig) -> list[_Part]:
+def parts_of(config: TokenizerConfig) -> list[Part]:
     """All inputs as one part, or, where they are weighed, each as one of its own. The sample is then as large as was
     asked for, or as the part allows that is the first to be used up: repeating a part would teach nothing."""
     named = [split_weight(name) for name in config.inputs]
@@ -72,12 +72,12 @@ def _parts(config: TokenizerConfig) -> list[_Part]:
     files = find_inputs(paths, [config.output], config.format, config.text_field)
     if all(weight is None for _, weight in named):
         text = _text_bytes(config, files)
-        return [_Part("", files, config.sample_bytes / text if text else 1.0)]
+        return [Part("", files, config.sample_bytes / text if text else 1.0)]
     parts = []
     left = dict.fromkeys(files)
     for path in paths:
         mine = [one for one in find_inputs([path], [config.output], config.format) if one in left]
-        parts.append(_Part(path, mine))
+        parts.append(Part(path, mine))
         for one in mine:
             del left[one]
     texts = [_text_bytes(config, part.files) for part in parts]
@@ -111,7 +111,7 @@ def _text_bytes(config: TokenizerConfig, files: list[Input]) -> float | None:
 
 
 def _texts(
-    config: TokenizerConfig, parts: list[_Part], files: list[Input], counts: dict[str, int], bar: tqdm
+    config: TokenizerConfig, parts: list[Part], files: list[Input], counts: dict[str, int], bar: tqdm
 ) -> Iterator[str]:
     """The text of the documents in each part's share; what was seen is added to `counts` and to the parts."""
     progress = Progress()
