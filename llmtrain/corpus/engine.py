@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -56,16 +55,24 @@ class Engine:
         lengths = np.zeros(len(documents), np.int64)
         bad: list[tuple[int, int]] = []
         parts = []
+        eos = np.array([self.tokenizer.eos_id], np.uint16)
         for batch in _batches(self._pieces(documents, bad), self.piece_bytes):
             numbers, pieces, last = zip(*batch, strict=True)
-            flat, sizes = self._ids(list(pieces))
-            ends = np.array(last, np.int64)
-            parts.append(self._narrow(flat, sizes, ends))
-            np.add.at(lengths, list(numbers), sizes + ends)
+            arrays = self._ids(list(pieces))
+            sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
+            ended = [array for ids, end in zip(arrays, last, strict=True) for array in ((ids, eos) if end else (ids,))]
+            out = np.concatenate(ended, dtype=np.uint16, casting="unsafe")
+            if np.count_nonzero(out == eos) != sum(last):
+                raise BadData(
+                    f"{self.tokenizer.file}: the tokenizer gives its end-of-text id {self.tokenizer.eos_id} for "
+                    "ordinary text, so documents could not be told apart: name another tokenizer"
+                )
+            parts.append(out)
+            np.add.at(lengths, list(numbers), sizes + np.array(last))
         return parts, lengths, bad
 
-    def _ids(self, pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all pieces in a row, of any integer type that holds them, and the number of each piece's."""
+    def _ids(self, pieces: list[bytes]) -> list[np.ndarray]:
+        """The ids of each piece, of any integer type that holds them. Raises BadData for one beyond the vocabulary."""
         raise NotImplementedError
 
     def _pieces(self, documents: Sequence[bytes], bad: list[tuple[int, int]]) -> Iterator[tuple[int, bytes, bool]]:
@@ -85,42 +92,19 @@ class Engine:
             if data:
                 yield number, data[start:] if start else data, True
 
-    def _narrow(self, flat: np.ndarray, sizes: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """The ids as uint16, with an EOS after each piece whose entry in `ends` is 1."""
-        tokenizer = self.tokenizer
-        # Checked while wide: narrowing wraps 70000 to 4464 without a word.
-        if len(flat) and not (flat.max() < tokenizer.vocab_size and (flat.dtype.kind == "u" or flat.min() >= 0)):
-            raise BadData(
-                f"{tokenizer.file}: the tokenizer gives ids beyond its {tokenizer.vocab_size}: name another tokenizer"
-            )
-        out = np.empty(len(flat) + int(ends.sum()), np.uint16)
-        if len(sizes) * 64 < len(flat):
-            begin = at = 0
-            for size, end in zip(sizes.tolist(), ends.tolist(), strict=True):
-                out[at : at + size] = flat[begin : begin + size]
-                out[at + size : at + size + end] = tokenizer.eos_id
-                begin, at = begin + size, at + size + end
-        else:
-            places = (np.cumsum(sizes + ends) - 1)[ends > 0]
-            text = np.ones(len(out), bool)
-            text[places] = False
-            out[text] = flat
-            out[places] = tokenizer.eos_id
-        if np.count_nonzero(out == tokenizer.eos_id) != ends.sum():
-            raise BadData(
-                f"{tokenizer.file}: the tokenizer gives its end-of-text id {tokenizer.eos_id} for ordinary text, so "
-                "documents could not be told apart: name another tokenizer"
-            )
-        return out
-
 
 class _Tokenizers(Engine):
     name, version, piece_bytes = TOKENIZERS, tokenizers.__version__, 1 << 16
 
-    def _ids(self, pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def _ids(self, pieces: list[bytes]) -> list[np.ndarray]:
         lists = self.tokenizer.encode_batch([piece.decode() for piece in pieces])
-        sizes = np.fromiter(map(len, lists), np.int64, len(lists))
-        return np.fromiter(chain.from_iterable(lists), np.int64, int(sizes.sum())), sizes
+        # Narrowing would wrap 70000 to 4464 without a word.
+        if max(map(max, filter(None, lists)), default=0) >= self.tokenizer.vocab_size:
+            raise BadData(
+                f"{self.tokenizer.file}: the tokenizer gives ids beyond its {self.tokenizer.vocab_size}: "
+                "name another tokenizer"
+            )
+        return [np.array(ids, np.int64) for ids in lists]
 
 
 class _Gigatoken(Engine):
@@ -139,19 +123,18 @@ class _Gigatoken(Engine):
         self._backend: Any = None  # before there is another
         _give_freed_memory_back()
         self._backend = load_hf_json(self.tokenizer.plain)
-        self._backend.encode_batch([b"warm"], parallel=False)
+        if self._backend.vocab_size > self.tokenizer.vocab_size:
+            raise ValueError(f"it counts {self._backend.vocab_size} tokens, not {self.tokenizer.vocab_size}")
         self._rss, self._fed = _resident_bytes(), 0
 
-    def _ids(self, pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def _ids(self, pieces: list[bytes]) -> list[np.ndarray]:
         self._fed += sum(map(len, pieces))
         if self._fed >= _LOOK_EVERY_BYTES:
             self._fed = 0
             if _resident_bytes() - self._rss > _MOST_CACHE_BYTES:
                 self._load()
-        # parallel=False: its own threads would want the cores that other workers have.
-        layout = self._backend.encode_batch(pieces, parallel=False).layout
-        offsets = np.asarray(layout.offsets, np.int64)
-        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+        # One by one on this thread: encode_batch would bring in awkward, half a second and 50 MB, and is no faster.
+        return [self._backend.encode(piece) for piece in pieces]
 
 
 ENGINES: dict[str, type[Engine]] = {TOKENIZERS: _Tokenizers, GIGATOKEN: _Gigatoken}
