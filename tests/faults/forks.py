@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -61,11 +62,20 @@ class Process:
         """Returns when the words stand in its output."""
         end = time.monotonic() + seconds
         while words not in self.out:
-            assert time.monotonic() < end and Path(f"/proc/{self.pid}").exists(), (words, self.out, self.err)
+            assert time.monotonic() < end and self.alive(), (words, self.out, self.err)
             time.sleep(0.005)
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return Path(f"/proc/{self.pid}").exists()
+
+    def kill(self) -> None:
+        """With SIGKILL, unless it has ended."""
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
 
     def end(self, seconds: float = 60) -> int:
         """Its exit code, as subprocess has it; killed where it takes longer."""
