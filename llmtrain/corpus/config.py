@@ -40,8 +40,8 @@ class TokenizerConfig:
     """Tokens in the vocabulary, the 256 bytes and <|endoftext|> included; at most 65536."""
 
     sample_bytes: int = 1_000_000_000
-    """Bytes of text to learn from. Of a larger corpus a share of its documents is taken, chosen by their content;
-    of standard input what comes first."""
+    """Bytes of text to learn from. Of a larger corpus a share is taken, chosen by content: documents, and parts of long
+    ones; of standard input what comes first."""
 
     document: str = FILE
     """What one document of plain text is: `file`, `line`, or the text of a line that separates documents."""

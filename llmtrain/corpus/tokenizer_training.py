@@ -20,6 +20,9 @@ from llmtrain.storage.errors import BadData, UsageError
 PROBED_FILES = 8
 PROBED_BYTES = 16 << 20
 
+# A document longer than this is chosen from piece by piece, or a few long ones would decide what a sample is.
+PIECE_BYTES = 1 << 16
+
 
 def train_tokenizer(config: TokenizerConfig) -> None:
     """Writes the tokenizer that `config` asks for and prints what it was learnt from.
@@ -122,20 +125,30 @@ def _texts(
         if unknown and counts["bytes"] >= config.sample_bytes:
             break
         part = part_of[document.file]
-        if not document.damage and not falls_within(document.data, part.share):
-            continue
-        damage, offset = document.damage, 0
-        try:
-            text = document.data.decode()
-        except UnicodeDecodeError as error:
-            damage, offset = Damage(INVALID_UTF8, ""), error.start
+        damage, offset, before = document.damage, 0, part.taken
+        for begin, piece in pieces_of(document.data) if part.share < 1 else [(0, document.data)]:
+            if damage or not falls_within(piece, part.share):
+                continue
+            try:
+                text = piece.decode()
+            except UnicodeDecodeError as error:
+                damage, offset = Damage(INVALID_UTF8, ""), begin + error.start
+                break
+            part.taken += len(piece)
+            yield text
         if damage:
             input = files[document.file]
             if config.on_bad == "error":
                 raise bad_data(input, input.place(document.place, offset), damage)
             counts["left out"] += 1
-            continue
-        counts["documents"] += 1
-        counts["bytes"] += len(document.data)
-        part.taken += len(document.data)
-        yield text
+        counts["documents"] += part.taken > before
+        counts["bytes"] += part.taken - before
+
+
+def pieces_of(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """A document as pieces that end where lines do, with the byte where each begins; a short one is one piece."""
+    begin = 0
+    while begin < len(data):
+        end = data.find(b"\n", begin + PIECE_BYTES) + 1 or len(data)
+        yield begin, data[begin:end]
+        begin = end

@@ -25,13 +25,14 @@ from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
 from llmtrain.corpus.documents import falls_within
 from llmtrain.corpus.reading import read_documents
-from llmtrain.corpus.tokenizer_training import parts_of, train_tokenizer
+from llmtrain.corpus.tokenizer_training import parts_of, pieces_of, train_tokenizer
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import parameter_counts
 
 
 def held_out_texts(config: TokenizerConfig, measure_bytes: int) -> dict[str, list[str]]:
-    """Texts of each input, in the proportions of the mix: the documents at the far end of those learnt from."""
+    """Texts of each input, in the proportions of the mix: the documents, and parts of long ones, that are at the other
+    end of the order in which they are chosen to be learnt from."""
     found = {}
     for part in parts_of(config):
         share = part.share * measure_bytes / config.sample_bytes
@@ -39,11 +40,9 @@ def held_out_texts(config: TokenizerConfig, measure_bytes: int) -> dict[str, lis
             sys.exit(f"{part.name}: the sample leaves nothing of it to measure on: lower --sample-bytes")
         texts = []
         for document in read_documents(part.files, config.reading):
-            if not document.damage and not falls_within(document.data, 1 - share):
-                try:
-                    texts.append(document.data.decode())
-                except UnicodeDecodeError:
-                    continue
+            for _, piece in pieces_of(document.data):
+                if not falls_within(piece, 1 - share):
+                    texts.append(piece.decode(errors="ignore"))
         found[part.name or "all inputs"] = texts
     return found
 

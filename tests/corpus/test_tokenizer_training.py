@@ -88,3 +88,11 @@ def test_a_weight_is_a_number_behind_a_name_that_is_no_file(tmp_path: Path):
     (tmp_path / "b.txt").touch()
     with pytest.raises(UsageError, match=r"b.txt: how much text it holds is not known: leave weights out"):
         train_tokenizer(TokenizerConfig((f"{tmp_path}/b.txt:1",), tmp_path / "out.json", 300))
+
+
+def test_a_few_long_documents_do_not_decide_what_a_sample_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = [f"{number} caf\u00e9 and more words\n" for number in range(200_000)]
+    (tmp_path / "long.txt").write_text("".join(lines))  # one document
+    size = (tmp_path / "long.txt").stat().st_size
+    train_tokenizer(TokenizerConfig((str(tmp_path / "long.txt"),), tmp_path / "out.json", 300, size // 4))
+    assert learnt(capsys.readouterr().out) == pytest.approx(size / 4, rel=0.4)
