@@ -23,6 +23,8 @@ GIB = 2**30
 MARGIN = {"cuda": (1.08, GIB), "cpu": (1.2, GIB // 2)}
 """What a prediction may miss: (factor, bytes more). On a card the bytes are the allocator's rounding, kernels and
 workspaces; tests hold docs/data/peers.json and baseline.json to it."""
+OWN = GIB
+"""What of a card's memory this process may hold itself before it takes any: CUDA's context."""
 CPU_TOKENS = 8192
 """Tokens of a micro-batch beyond which a CPU gains nothing, and answers a signal later."""
 WANT_OF_MEMORY = (
@@ -184,7 +186,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
         if more.held < memory.held and needs(more, device) <= there.free:
             advice.append(f"keep it with --checkpoint-activations {mode}")
             break
-    if device.type == "cuda" and there.free < needs(memory, device) <= there.total:
+    if device.type == "cuda" and there.free < needs(memory, device) <= there.total - OWN:
         return MemoryTaken(f"{text}, as other processes hold the rest: wait for them (nvidia-smi), or {advice[0]}")
     return UsageError(f"{text}: {', or '.join(advice)}")
 

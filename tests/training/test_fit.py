@@ -146,6 +146,13 @@ def test_memory_that_others_hold_may_come_free():
     assert "other processes hold the rest: wait for them" in str(error) and "--batch-size" in str(error)
 
 
+def test_the_context_of_this_process_is_no_other_process():
+    needed = fit.needs(fit.memory_of(asked(), 64, CUDNN, CARD), CARD)
+    total = needed + GIB // 4
+    error = fit.refusal(asked(), CUDNN, CARD, Room(total, total - GIB // 2))
+    assert isinstance(error, UsageError) and "other processes" not in str(error)
+
+
 def test_a_card_that_ran_out_after_it_had_been_tried_is_no_mistake_of_the_command_line():
     error = fit.ran_out(asked(), CUDNN, CARD, Room(80 * GIB, 79 * GIB), 5000)
     assert error.exit_code == 74 and "after step 5000" in str(error) and "--resume" in str(error)
