@@ -178,7 +178,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         n_columns = len(w)
         # A row stride of whole 64s keeps 16-byte accesses, the matmuls' and the kernel's, aligned for any vocabulary.
         stride = -(-n_columns // 64) * 64
-        buffer = torch.empty(min(chunk, len(x)), stride, dtype=x.dtype, device=x.device)[:, :n_columns]
+        buffer = torch.empty(min(chunk, len(x)), stride, dtype=x.dtype, device=x.device)
+        if not x.is_cuda:
+            # On a CPU with AMX, oneDNN reads bf16 in pairs: beyond an odd row it meets what lies there, times 0.
+            buffer[:, n_columns:] = 0
+        buffer = buffer[:, :n_columns]
         for begin in range(0, len(x), chunk):
             part = slice(begin, min(begin + chunk, len(x)))
             logits = buffer[: part.stop - begin]

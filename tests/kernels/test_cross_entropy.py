@@ -200,3 +200,24 @@ def test_configurations_give_each_lane_32_columns_at_most():
     for v in (1, 255, 4096, 16384, 16385, 32000, 50257):
         block, warps = configuration(v)
         assert block & (block - 1) == 0 and warps & (warps - 1) == 0 and block <= warps * 32 * 32 <= 16384
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """In torch's deterministic mode what is not yet written can be filled with NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.mark.parametrize("n_columns", [37, 61, 64])
+def test_what_lies_between_rows_of_logits_is_in_no_gradient(n_columns: int, fresh_memory_is_nan):
+    torch.manual_seed(0)
+    x = torch.randn(48, 48).bfloat16().requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(n_columns, 48))
+    lm, z = linear_cross_entropy(x, weight, torch.randint(0, n_columns, (48,)), 1e-4)
+    (lm + z).backward()
+    assert torch.isfinite(x.grad).all() and torch.isfinite(weight.grad).all()
