@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),
     "evaluate": ("llmtrain.cli.evaluate", "Loss, perplexity and bits per byte of a model on a token file."),
     "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run holds."),
+    "compare": ("llmtrain.cli.compare", "Say whether a run beats another, by more than chance."),
     "verify": ("llmtrain.cli.verify", "Check all checksums of a token file, a checkpoint or a run."),
     "sweep": ("llmtrain.cli.sweep", "Measure training throughput and memory over many shapes."),
     "bench": ("llmtrain.cli.bench", "Measure a training step, or take it apart by kernel."),

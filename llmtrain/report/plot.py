@@ -1,0 +1,48 @@
+"""The picture of a comparison: losses against tokens, steps and time, and what the blocks at the end say."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain.report.compare import Blocks, trailing
+from llmtrain.report.curves import Curve
+from llmtrain.storage import atomic
+from llmtrain.storage.errors import UsageError
+
+
+def draw(path: Path, replicates: Sequence[Curve], changed: Curve, blocks: Blocks, result: dict[str, Any]) -> None:
+    """Writes the image. Raises UsageError where matplotlib is missing, CannotCreate, StorageFailure."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--plot: matplotlib is missing: pip install 'llmtrain[plot]'") from None
+    width = float(blocks.edges[-1] - blocks.edges[-2])
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    panels = figure.subplots(2, 2).flatten().tolist()
+    axes_of = {"tokens": "tokens", "steps": "step", "seconds": "seconds of training"}
+    for axes, (name, label) in zip(panels, axes_of.items(), strict=False):
+        lowest = []
+        for i, curve in enumerate([*replicates, changed]):
+            means = trailing(curve, width)
+            color = "tab:orange" if curve is changed else "black" if i == 0 else "tab:gray"
+            axes.plot(getattr(curve, name), means, color=color, linewidth=1.2, label=curve.name)
+            late = means[len(means) // 10 :]
+            lowest += [float(late.min()), float(late.max())]
+        axes.set(xlabel=label, ylabel="loss, nats a token", ylim=(min(lowest), max(lowest)))
+    panels[0].legend(fontsize="small")
+    axes, floor = panels[3], result["floor"]
+    middle = (blocks.edges[1:] + blocks.edges[:-1]) / 2
+    mean = blocks.means[:-1].mean(0)
+    for theirs in blocks.means[:-1]:
+        axes.plot(middle, theirs - mean, color="tab:gray", linewidth=1)
+    axes.plot(middle, blocks.means[-1] - mean, "o-", color="tab:orange", markersize=3, linewidth=1)
+    axes.axhspan(-floor, floor, color="tab:blue", alpha=0.15, label=f"floor {floor:.2g}")
+    axes.axhline(float(np.mean(blocks.means[-1] - mean)), color="tab:orange", linestyle="--", linewidth=1)
+    axes.set(xlabel="tokens", ylabel="less the replicates' mean, nats", title=f"{result['verdict']}")
+    axes.legend(fontsize="small")
+    image = BytesIO()
+    figure.savefig(image, format=path.suffix[1:], dpi=110)
+    atomic.write_bytes(path, image.getvalue())
