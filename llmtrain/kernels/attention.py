@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.kernels import choice
+from llmtrain.kernels.attention_blocks import supports
 from llmtrain.kernels.choice import AUTO, REFERENCE, TRITON, choose
-from llmtrain.kernels.document_attention import document_attention, first_seen, supports, triton
+from llmtrain.kernels.document_attention import document_attention, first_seen, triton
 
 CUDNN = "cudnn"
 FLASH = "flash"

@@ -1,6 +1,6 @@
 """Attention's backends on a card: right against FP64, and their times, with v strided and contiguous.
 
-    python scripts/bench/check_attention.py [--json FILE] [--blocks]
+    python scripts/bench/check_attention.py [--json FILE]
 
 Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result is outside its tolerance.
 """
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from llmtrain.benchmark.timing import DeviceTimer, captured
 from llmtrain.kernels import choice
-from llmtrain.kernels import document_attention as kernel
 from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention
 
 # (B, T, H, Hkv, D)
@@ -26,19 +25,6 @@ SHAPES = (
     (64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (32, 1024, 15, 5, 64), (4, 1024, 12, 4, 64), (64, 1024, 6, 2, 128),
 )  # fmt: skip
 DOCUMENTS = ((64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (64, 1024, 6, 2, 128))
-# Blocks of our kernel to try, (BLOCK_M, BLOCK_N, warps, stages) by head size.
-FORWARD = {
-    64: ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
-    128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
-}
-DQ = {
-    64: ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
-    128: ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3)),
-}
-DKV = {
-    64: ((64, 128, 8, 2), (32, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3)),
-    128: ((32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 4, 2)),
-}
 
 
 def packed_heads(b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +148,7 @@ def time_backends(report: Report, timer: DeviceTimer) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def time_documents(report: Report, timer: DeviceTimer, all_blocks: bool) -> None:
+def time_documents(report: Report, timer: DeviceTimer) -> None:
     for b, t, h, h_kv, d in DOCUMENTS:
         q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
         dy = torch.randn(q.shape, device="cuda").bfloat16()
@@ -178,26 +164,11 @@ def time_documents(report: Report, timer: DeviceTimer, all_blocks: bool) -> None
                 forward_ms=one, both_ms=two, forward_tflops=flops / one / 1e9,
                 backward_tflops=2.5 * flops / (two - one) / 1e9,
             )  # fmt: skip
-            tables = (
-                ("forward", kernel._FORWARD, FORWARD[d]), ("dq", kernel._DQ, DQ[d]), ("dk and dv", kernel._DKV, DKV[d]),
-            )  # fmt: skip
-            for name, table, candidates in tables if all_blocks else ():
-                chosen = table[d]
-                for blocks in candidates:
-                    table[d] = blocks
-                    try:
-                        ms = milliseconds(partial(both, q, k, v, dy, doc_start), timer, 5)
-                    except Exception as problem:  # out of shared memory, say: a result too
-                        report.add("blocks", kernel=name, d=d, length=length, blocks=blocks, failed=str(problem)[:80])
-                        continue
-                    report.add("blocks", kernel=name, d=d, length=length, blocks=blocks, both_ms=ms)
-                table[d] = chosen
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the records here too")
-    parser.add_argument("--blocks", action="store_true", help="time our kernel with other block sizes too (minutes)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = Report()
@@ -205,7 +176,7 @@ def main() -> int:
     torch.cuda.empty_cache()
     timer = DeviceTimer(torch.device("cuda"), cold_l2=True)
     time_backends(report, timer)
-    time_documents(report, timer, arguments.blocks)
+    time_documents(report, timer)
     if arguments.json:
         arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
     print("WRONG: see above" if report.failed else "all within tolerance")
