@@ -2,7 +2,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/installed
 
-.PHONY: check test demo docs clean
+.PHONY: check test faults demo docs clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -20,6 +20,9 @@ check: $(INSTALLED)  ## linter, types, and the arrows between the rooms
 
 test: $(INSTALLED)  ## the whole suite: no GPU, no network
 	.venv/bin/pytest -n 2
+
+faults: $(INSTALLED)  ## kills, fills and damages runs for half an hour (all of it as root) and writes docs/reliability.md
+	.venv/bin/python scripts/faults/all.py
 
 demo: $(INSTALLED)  ## from text to a trained model that writes code, in minutes on two cores
 	.venv/bin/python scripts/demo.py

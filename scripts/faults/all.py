@@ -30,7 +30,7 @@ from llmtrain.storage.atomic import write_bytes, write_json  # noqa: E402
 from tests.faults import disks, kills, week  # noqa: E402
 from tests.faults.damage import damaged  # noqa: E402
 from tests.faults.forks import Forks  # noqa: E402
-from tests.faults.runs import Runs, Tally  # noqa: E402
+from tests.faults.runs import EVERY, STEPS, Runs, Tally  # noqa: E402
 
 
 def pytest(folder: Path, *files: str) -> Tally:
@@ -80,8 +80,8 @@ PARTS = {
         "a flipped bit or a cut in the newest checkpoint, manifest included", lambda folder: damaged(folder, 500, 0)
     ),
     "power": Part(
-        "power cut at every third call of a save (copy of a mounted ext4 image)",
-        on_runs(lambda r: disks.power_lost_at_calls(r, CALLS[::3])), disks.why_no_images,
+        "power cut at every call of a save (copy of a mounted ext4 image)",
+        on_runs(lambda r: disks.power_lost_at_calls(r, CALLS)), disks.why_no_images,
     ),
     "full": Part(
         "the disk is full from a call of a save on, at each", on_runs(lambda r: disks.full_at_calls(r, CALLS)),
@@ -99,7 +99,7 @@ PARTS = {
         "EIO from each of these", on_runs(lambda r: kills.failing_system_calls(r, "EIO")), kills.why_no_strace
     ),
     "signals": Part(
-        "a stop signal in each phase, full disks, frozen loops, a second process: the tests of these",
+        "a stop signal in each phase, full disks, frozen loops, a second process: the tests of these, each as one",
         lambda folder: pytest(folder, *(f"tests/faults/test_{name}.py" for name in TESTS)),
     ),
     "intervals": Part(
@@ -124,9 +124,9 @@ def run_part(name: str) -> dict:
 
 
 def row(entry: dict) -> list[str]:
-    met = ", ".join(f"{times} {where}" for where, times in sorted(entry["met"].items()))
+    met = ", ".join(f"{times} {where}" for where, times in sorted(entry["met"].items(), key=lambda item: -item[1]))
     lost = len(entry["lost"])
-    return [entry["fault"], str(entry["tried"]), str(entry["tried"] - lost), str(lost), met]
+    return [entry["fault"], met, str(entry["tried"]), str(entry["tried"] - lost), str(lost)]
 
 
 def markdown(entries: dict[str, dict], card: dict | None, systemd: dict | None, tokenize: dict | None) -> str:
@@ -136,11 +136,11 @@ def markdown(entries: dict[str, dict], card: dict | None, systemd: dict | None, 
     if tokenize:
         what, done = "`tokenize-corpus` killed with -9 at random moments", tokenize["kills"]
         lost = tokenize["different_outputs"]
-        rows.append([what, str(done), str(done - lost), str(lost), f"{tokenize['kills_with_a_journal']} at work"])
-    tried = sum(int(cells[1]) for cells in rows if cells[1].isdigit())
-    lost = sum(int(cells[3]) for cells in rows if cells[3])
+        met = f"{tokenize['kills_with_a_journal']} at work"
+        rows.append([what, met, str(done), str(done - lost), str(lost)])
+    tried, _, lost = (sum(int(cells[i] or 0) for cells in rows) for i in (2, 3, 4))
     missing = [f"- {PARTS[name].fault}: not yet run." for name in PARTS if name not in entries]
-    machines = {headline(entry["machine"]).partition(" Taken")[0]: None for entry in entries.values()}
+    machines = {headline(entry["machine"]).partition(". Taken")[0]: None for entry in entries.values()}
     wrong = [f"- {entry['fault']}: {text}" for entry in entries.values() for text in entry["lost"]]
     lines = [
         "# What a run survives", "",
@@ -149,24 +149,26 @@ def markdown(entries: dict[str, dict], card: dict | None, systemd: dict | None, 
         "single crash, full disk, power cut or damaged file costs more than one checkpoint interval, and every stop "
         "says what happened and what to do. This page is the evidence.", "",
         f"**{tried:,} faults tried, {tried - lost:,} survived, {lost} lost.**", "",
-        *table(["fault", "tried", "survived", "lost", "where they fell"], rows), "",
-        "Survived means: the run, resumed, or going on by itself where the fault does not end it, ended with the same "
-        "sha256 of weights and of optimizer state, and with each step's loss, gradient norm and learning rate once in "
-        "metrics.jsonl, equal to the last bit; nothing was left over in its folder; and no checkpoint that was said to "
-        "be saved was gone.", "",
+        *table(["fault", "where they fell", "tried", "survived", "lost"], rows, numbers_from=2), "",
+        "Survived means, of a run: it, resumed, or going on by itself where the fault does not end it, ended with the "
+        "same sha256 of weights and of optimizer state, and with each step's loss, gradient norm and learning rate "
+        "once in metrics.jsonl, equal to the last bit; nothing was left over in its folder; and no checkpoint that "
+        "was said to be saved was gone.", "",
+        "A checkpoint is written while training goes on, and counts from the moment it has its name: a crash costs "
+        "what came after the newest that has it.", "",
         *missing, *([""] if missing else []), *wrong, *([""] if wrong else []),
     ]  # fmt: skip
     if systemd:
         faults = [[fault["fault"], fault["outcome"]] for fault in systemd["faults"]]
         lines += [
             f"Under a real `systemd --user` ({systemd['machine']['systemd']}), with the unit that `llmtrain service` "
-            "writes, every run below ended in the bits of an undisturbed one:", "",
+            "writes; whatever was done to them, the runs ended in the bits of an undisturbed one:", "",
             *table(["fault", "outcome"], faults, numbers_from=2), "",
         ]  # fmt: skip
     lines += [
         "## How", "",
-        "- A run: a model of some ten thousand parameters on a CPU, 12 steps, saved every 3, evaluated every 4. It "
-        "takes the same code as a large one from the command line to the disk.",
+        f"- A run: a very small model on a CPU, {STEPS} steps, saved every {EVERY}. It takes the same code as a large "
+        "one from the command line to the disk.",
         "- Calls of a save are those of the threads that write it, from the first look at the room on the disk to the "
         "removal of the checkpoint that is rotated out. With strace they are system calls; as Python makes them they "
         "are those of its `os` module and of its files, which needs no strace.",
@@ -194,6 +196,13 @@ def read(path: Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def page(output: Path) -> str:
+    """docs/reliability.md, of the JSON that is there."""
+    source = data_path(output)
+    others = [read(source.with_name(f"{name}.json")) for name in ("reliability-card", "systemd", "tokenize-kills")]
+    return markdown(read(source) or {}, *others)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
@@ -211,8 +220,7 @@ def main() -> None:
         lost += len(entry["lost"])
         write_json(source, {**(read(source) or {}), name: entry})
         print(f"{name}: {entry['tried']} tried, {len(entry['lost'])} lost, {entry['seconds']} s", flush=True)
-    others = [read(source.with_name(f"{name}.json")) for name in ("reliability-card", "systemd", "tokenize-kills")]
-    write_bytes(args.output, markdown(read(source) or {}, *others).encode())
+    write_bytes(args.output, page(args.output).encode())
     sys.exit(1 if lost else 0)
 
 

@@ -54,7 +54,7 @@ def damage(chance: random.Random, folder: Path) -> str:
     else:
         del data[at:]
     path.write_bytes(data)
-    return f"{'a flipped bit in' if flips else 'an end cut off'} {path.name}"
+    return f"{'a flipped bit in' if flips else 'a cut in'} {path.name}"
 
 
 def damaged(folder: Path, trials: int, seed: int) -> Tally:

@@ -169,7 +169,8 @@ def power_lost_at_calls(runs: Runs, numbers: Iterable[int], before: str = "") ->
             break
         assert code == -signal.SIGKILL, process.err
         with mounted(after, runs.folder / "after") as disk:
-            tally.add(after_power_loss(runs, disk / "run"), "new name" if published else "old names")
+            met = "after the new one had its name" if published else "before it"
+            tally.add(after_power_loss(runs, disk / "run"), met)
         image.unlink()
     return tally
 

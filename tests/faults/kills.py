@@ -55,7 +55,7 @@ def at_calls(runs: Runs, numbers: Iterable[int]) -> Tally:
             break
         assert code == -signal.SIGKILL, process.err
         found = checkpoint.list_steps(run_dir)
-        met = "before the new one had its name" if SAVE not in found else "after it"
+        met = "after the new one had its name" if SAVE in found else "before it"
         tally.add(runs.goes_on("call"), met)
     return tally
 

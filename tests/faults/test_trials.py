@@ -1,7 +1,9 @@
 """The short forms of scripts/faults/all.py, whose long forms docs/reliability.md tells."""
 
 import io
+import itertools
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.storage import atomic
+from llmtrain.training import checkpoint
 from tests.faults import disks, kills, week
 from tests.faults.damage import State, damaged
-from tests.faults.forks import Forks
+from tests.faults.forks import ROOT, Forks
 from tests.faults.runs import Runs, Tally
 from tests.storage.conftest import in_memory
 from tests.storage.processes import in_child
@@ -46,53 +50,50 @@ def test_killed_at_a_system_call_and_with_one_that_fails(runs: Runs):
     assert holds(kills.failing_system_calls(runs, "EIO", step=12), 3)
 
 
-def killed_at_calls(work, start: int, step: int) -> Iterator[int]:
-    """Runs `work` in one process after another, each killed before a call into the system, `step` calls further on;
-    ends after the process that came through."""
+def killed_at_call(work, n: int) -> int:
+    """Runs `work` in a process that is killed before its n-th call into the system; how many calls there were."""
+    heard, say = os.pipe()
 
-    def run(n: int) -> None:
-        left = [n]
+    def run() -> None:
+        calls = [0]
 
         def profile(frame, event, call):
-            if event == "c_call" and (
-                call.__module__ == "posix" or isinstance(getattr(call, "__self__", None), io.IOBase)
-            ):
-                left[0] -= 1
-                if left[0] == 0:
+            of_a_file = isinstance(getattr(call, "__self__", None), io.IOBase)
+            if event == "c_call" and (of_a_file or call.__module__ == "posix"):
+                calls[0] += 1
+                if calls[0] == n:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         threading.setprofile(profile)
         sys.setprofile(profile)
         work()
         sys.setprofile(None)
+        os.write(say, str(calls[0]).encode())
 
-    for n in range(start, 5000, step):
-        if (status := in_child(lambda n=n: run(n))) == 0:
-            return
-        assert status == -signal.SIGKILL
-        yield n
+    status = in_child(run)
+    os.close(say)
+    with open(heard) as pipe:
+        through = pipe.read()
+    assert status == (0 if through else -signal.SIGKILL)
+    return int(through or n)
 
 
 def test_killed_at_any_call_of_a_save_there_is_the_old_checkpoint_or_the_new_one(in_memory: Path):
     before, after, found = State(1), State(2), State(3)
     before.save(in_memory, 1)
+    last = killed_at_call(lambda: after.save(in_memory, 2), 10**9)
     seen = []
-    for _ in killed_at_calls(lambda: after.save(in_memory, 2), 1, 5):
+    for n in itertools.chain(range(1, last, 6), itertools.count(last)):  # what a killed one leaves makes some more
+        atomic.remove_tree(checkpoint.folder_of(in_memory, 2))
+        if killed_at_call(lambda: after.save(in_memory, 2), n) < n:
+            break
         step, said = found.restore(in_memory)
         assert found.equals({1: before, 2: after}[step]) and said == []
         seen.append(step)
-        if step == 2:  # and it is replaced like any other
-            after.save(in_memory, 2)
-            assert found.restore(in_memory) == (2, [])
-            assert in_child(lambda: _remove(in_memory, 2)) == 0
-    assert len(seen) > 20 and set(seen) == {1, 2}
-
-
-def _remove(run_dir: Path, step: int) -> None:
-    from llmtrain.storage import atomic
-    from llmtrain.training import checkpoint
-
-    atomic.remove_tree(checkpoint.folder_of(run_dir, step))
+    after.save(in_memory, 2)
+    assert found.restore(in_memory) == (2, []) and found.equals(after)
+    assert {path.name for path in (in_memory / "checkpoints").iterdir()} == {"step-00000001", "step-00000002"}
+    assert len(seen) > 30 and set(seen) == {1, 2}
 
 
 def test_a_disk_that_fills_up_in_a_save_costs_that_save(runs: Runs):
@@ -120,3 +121,9 @@ def test_other_intervals_change_no_bit(in_memory: Path):
 def test_a_week_in_small_ends_in_the_same_bits(in_memory: Path, forks: Forks):
     many = Runs(in_memory, forks, 200, "--checkpoint-every", 10, "--val-every", 50)
     assert holds(week.week(many, 80, seed=1), 3)
+
+
+def test_the_page_says_what_its_json_says():
+    script = runpy.run_path(str(ROOT / "scripts/faults/all.py"))
+    page = ROOT / "docs/reliability.md"
+    assert page.read_text() == script["page"](page), "run scripts/faults/all.py --render"
