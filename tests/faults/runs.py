@@ -56,7 +56,7 @@ class Runs:
         self.start("warm-up", "--total-steps", EVERY).end()
         began = time.monotonic()
         process = self.start("whole")
-        assert process.end() == 0, process.err
+        assert process.end(600) == 0, process.err
         self.seconds = time.monotonic() - began
         """How long a run takes that nobody disturbs."""
         self.undisturbed = self.result(folder / "whole")

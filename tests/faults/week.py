@@ -58,7 +58,7 @@ def week(runs: Runs, steps: int, seed: int) -> Tally:
         number = signal.SIGTERM if chance.random() < 0.2 else signal.SIGKILL
         if process.alive():
             process.send(number)
-        if (code := process.end()) == 0:
+        if (code := process.end(600)) == 0:
             break
         there = sound(run_dir)
         wrong = None
