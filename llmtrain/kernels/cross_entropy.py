@@ -166,6 +166,16 @@ def chunk_rows(n: int, n_columns: int, dtype: torch.dtype, device: torch.device)
     return max(1, min(n, rows))
 
 
+def logits_buffer(rows: int, n_columns: int, x: Tensor) -> Tensor:
+    """(rows, n_columns) for logits of x's dtype, unwritten, rows as far apart as matmuls and kernel like it."""
+    # A row stride of whole 64s keeps 16-byte accesses, the matmuls' and the kernel's, aligned for any vocabulary.
+    buffer = torch.empty(rows, -(-n_columns // 64) * 64, dtype=x.dtype, device=x.device)
+    if not x.is_cuda:
+        # On a CPU with AMX, oneDNN reads bf16 in pairs: beyond an odd row it meets what lies there, times 0.
+        buffer[:, n_columns:] = 0
+    return buffer[:, :n_columns]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk: int, train: bool) -> Any:
@@ -175,14 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         zs = torch.empty_like(losses)
         dx = torch.empty_like(x) if train else None
         dw = None
-        n_columns = len(w)
-        # A row stride of whole 64s keeps 16-byte accesses, the matmuls' and the kernel's, aligned for any vocabulary.
-        stride = -(-n_columns // 64) * 64
-        buffer = torch.empty(min(chunk, len(x)), stride, dtype=x.dtype, device=x.device)
-        if not x.is_cuda:
-            # On a CPU with AMX, oneDNN reads bf16 in pairs: beyond an odd row it meets what lies there, times 0.
-            buffer[:, n_columns:] = 0
-        buffer = buffer[:, :n_columns]
+        buffer = logits_buffer(min(chunk, len(x)), len(w), x)
         for begin in range(0, len(x), chunk):
             part = slice(begin, min(begin + chunk, len(x)))
             logits = buffer[: part.stop - begin]
@@ -203,10 +206,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-def linear_cross_entropy(
+def head_loss(
     x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x: (N, d), weight: (V, d) FP32 master, targets: (N,) int64, IGNORED where nothing is to be predicted.
+    """The model's head. x: (N, d), weight: (V, d) FP32 master, targets: (N,) int64, IGNORED where nothing is to be
+    predicted. With plain tensors use `llmtrain.kernels.linear_cross_entropy`.
 
     Returns (sum of cross-entropies, sum of z-losses), FP32 scalars. Their gradients are those of the plain sum of the
     two: call backward on it, unscaled. `chunk`: rows of logits at a time, by default as many as LOGITS_BYTES allows.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels.attention import attention
-from llmtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from llmtrain.kernels.cross_entropy import IGNORED, head_loss
 from llmtrain.kernels.embedding import embedding
 from llmtrain.kernels.linear import Remake, linear, linear_add
 from llmtrain.kernels.rerun import rerun
@@ -282,5 +282,5 @@ class Transformer(nn.Module):
         hidden = self.forward(x, doc_start=doc_start)
         rows = hidden.reshape(-1, hidden.shape[-1])  # (B T, d_model)
         flat = targets.reshape(-1)
-        lm, z = linear_cross_entropy(rows, self.head_weight, flat, self.config.z_loss)
+        lm, z = head_loss(rows, self.head_weight, flat, self.config.z_loss)
         return LossSums(lm, z, (flat != IGNORED).sum())

@@ -12,7 +12,7 @@ from llmtrain.kernels.cross_entropy import (
     configuration,
     cross_entropy_in_place,
     cross_entropy_triton,
-    linear_cross_entropy,
+    head_loss,
 )
 
 Z_LOSS = 1e-2
@@ -149,7 +149,7 @@ def test_the_chunked_head_is_the_whole_one(implementation, chunk, preallocated):
         weight.grad = torch.full_like(weight, float("nan"))
         weight.grad_stale = True
     with choice.forced(implementation, "cross_entropy"):
-        loss, z = linear_cross_entropy(x, weight, targets, Z_LOSS, chunk)
+        loss, z = head_loss(x, weight, targets, Z_LOSS, chunk)
     assert choice.ran["cross_entropy"] == implementation
     (loss + z).backward()
     torch.testing.assert_close(loss.double(), loss64, rtol=1e-5, atol=1e-5)
@@ -163,7 +163,7 @@ def test_evaluation_forms_no_gradients():
     weight.requires_grad_()
     weight.grad = torch.full_like(weight, 5.0)
     with torch.no_grad():
-        loss, _ = linear_cross_entropy(x, weight, targets, Z_LOSS, 8)
+        loss, _ = head_loss(x, weight, targets, Z_LOSS, 8)
     torch.testing.assert_close(loss.double(), loss64, rtol=1e-5, atol=1e-5)
     assert (weight.grad == 5.0).all()
 
@@ -192,7 +192,7 @@ def test_chunks_are_those_that_were_measured_best():
 
 def test_no_rows_are_no_loss():
     weight = torch.randn(7, 4).requires_grad_()
-    loss, z = linear_cross_entropy(torch.randn(0, 4), weight, torch.empty(0, dtype=torch.int64), Z_LOSS)
+    loss, z = head_loss(torch.randn(0, 4), weight, torch.empty(0, dtype=torch.int64), Z_LOSS)
     assert loss == z == 0
 
 
@@ -218,6 +218,6 @@ def test_what_lies_between_rows_of_logits_is_in_no_gradient(n_columns: int, fres
     torch.manual_seed(0)
     x = torch.randn(48, 48).bfloat16().requires_grad_()
     weight = torch.nn.Parameter(torch.randn(n_columns, 48))
-    lm, z = linear_cross_entropy(x, weight, torch.randint(0, n_columns, (48,)), 1e-4)
+    lm, z = head_loss(x, weight, torch.randint(0, n_columns, (48,)), 1e-4)
     (lm + z).backward()
     assert torch.isfinite(x.grad).all() and torch.isfinite(weight.grad).all()

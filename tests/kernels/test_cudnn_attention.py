@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from llmtrain.kernels import choice, cudnn_attention, packed_attention
+from llmtrain.kernels import choice, cudnn_attention, packed
 from llmtrain.kernels.cudnn_attention import backward_graph, forward_graph, shape_of
 from tests.kernels import fake_cudnn
 from tests.kernels.test_packed_attention import borders, exact, heads
@@ -18,7 +18,7 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", fake_cudnn)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cudnn_attention, "_stream", lambda _: 0)
-    monkeypatch.setattr(packed_attention, "why_not", lambda *_: None)
+    monkeypatch.setattr(packed, "why_not", lambda *_: None)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -35,7 +35,7 @@ def test_documents_are_read_and_written_where_they_lie(stand_in, window, h, h_kv
     cu = borders(lengths, 5)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with choice.forced("cudnn", "packed_attention"):
-        out = packed_attention.packed_attention(*leaves, cu, window, max_seqlen=30)
+        out = packed.packed_attention(*leaves, cu, window, max_seqlen=30)
         got = [out.detach(), *torch.autograd.grad(out, leaves, dy)]
     assert choice.ran["packed_attention"] == "cudnn"
     for ours, theirs in zip(got, wanted, strict=True):

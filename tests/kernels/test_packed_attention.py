@@ -9,7 +9,7 @@ from torch import Tensor
 from llmtrain.kernels import attention_blocks, choice
 from llmtrain.kernels.attention_blocks import LONG, SHORT, Blocks
 from llmtrain.kernels.document_ranges import clear_behind, document_ranges, document_ranges_reference
-from llmtrain.kernels.packed_attention import packed_attention, why_not
+from llmtrain.kernels.packed import packed_attention, why_not
 
 
 def borders(lengths: list[int], slots: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import attention
-from llmtrain.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from llmtrain.kernels.cross_entropy import IGNORED, head_loss
 from llmtrain.kernels.embedding import embedding
 from llmtrain.kernels.linear import linear, linear_add
 from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
@@ -438,7 +438,7 @@ def test_linear_cross_entropy(dtype, delivery, z_loss, chunk):
 
     def run():
         x.grad = None
-        lm, z = linear_cross_entropy(x, w, TARGETS, z_loss, chunk)
+        lm, z = head_loss(x, w, TARGETS, z_loss, chunk)
         assert lm.dtype == z.dtype == (F64 if dtype == F64 else F32)
         close(lm, want, BOUND[dtype])
         close(z, want_z, BOUND[dtype])
@@ -453,7 +453,7 @@ def test_linear_cross_entropy(dtype, delivery, z_loss, chunk):
 
 def test_the_loss_of_a_batch_without_targets_is_zero_and_so_is_its_gradient():
     x, w = randn(5, 8), master(7, 8, dtype=F32)
-    lm, z = linear_cross_entropy(x, w, torch.full((5,), IGNORED), 1e-3, 2)
+    lm, z = head_loss(x, w, torch.full((5,), IGNORED), 1e-3, 2)
     (lm + z).backward()
     assert lm.item() == z.item() == 0
     assert not x.grad.any() and not w.grad.any()
@@ -462,7 +462,7 @@ def test_the_loss_of_a_batch_without_targets_is_zero_and_so_is_its_gradient():
 def test_the_loss_of_huge_logits_is_finite_and_right():
     x = torch.tensor([[1e4, 0.0], [0.0, 1e4]]).requires_grad_()
     w = torch.eye(2).requires_grad_()
-    lm, _ = linear_cross_entropy(x, w, torch.tensor([0, 0]))
+    lm, _ = head_loss(x, w, torch.tensor([0, 0]))
     lm.backward()
     assert lm.item() == 1e4
     assert torch.equal(x.grad, torch.tensor([[0.0, 0.0], [-1.0, 1.0]]))
@@ -473,7 +473,7 @@ def test_the_loss_without_gradients_touches_no_gradient_buffer():
     w.grad = torch.full_like(w, 3.0)
     w.grad_stale = True
     with torch.no_grad():
-        lm, _ = linear_cross_entropy(x, w, torch.tensor([1, 2, 3, 4, 5]))
+        lm, _ = head_loss(x, w, torch.tensor([1, 2, 3, 4, 5]))
     assert not lm.requires_grad and w.grad_stale and torch.equal(w.grad, torch.full_like(w, 3.0))
 
 
@@ -484,6 +484,6 @@ def test_a_gradient_delivered_by_several_ops_is_their_sum():
     torch.nn.functional.cross_entropy(w64[ids[0]] @ w64.T, targets, reduction="sum").backward()
     w.grad = torch.full_like(w, float("nan"))
     w.grad_stale = True
-    lm, _ = linear_cross_entropy(embedding(ids, w, F32)[0], w, targets)
+    lm, _ = head_loss(embedding(ids, w, F32)[0], w, targets)
     lm.backward()
     close(w.grad, w64.grad, BOUND[F32])
