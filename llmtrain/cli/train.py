@@ -9,15 +9,18 @@ from typing import Any
 import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
-from llmtrain.storage.errors import BadData, UsageError, read_error
+from llmtrain.storage.errors import BadData, Diverged, StopRequested, UsageError, read_error
 from llmtrain.training.config import (
     SECTIONS,
     RunConfig,
     Tables,
     TrainConfig,
+    for_ranks,
     keep_the_step,
     tables_for_resume,
     to_toml,
+    under_torchrun,
+    world_size,
 )
 from llmtrain.training.notify import Supervisor
 
@@ -40,11 +43,21 @@ def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
     What stands on the command line goes before --config, and that before the defaults. With --resume, settings not
     given come from the run itself.
     """
-    with Supervisor.of(os.environ) as supervisor:
+    # torchrun --max-restarts starts the same command again, to go on.
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    first = int(os.environ.get("RANK", "0")) == 0
+    with Supervisor.of(os.environ) if first else Supervisor() as supervisor:
         config = configuration(given, preset_path(preset) if preset else None, resume)
         from llmtrain.training.run import train  # imports torch, which a mistake in the configuration need not wait for
 
-        train(config, resume, supervisor)
+        try:
+            train(config, resume, supervisor)
+        except (Diverged, StopRequested) as error:
+            if not under_torchrun():
+                raise
+            # All ranks end here: torchrun would start them again after any other code. RUN/status.json has this one's.
+            if first:
+                click.echo(f"llmtrain: {error}", err=True)
 
 
 def preset_path(name: str) -> Path:
@@ -69,13 +82,13 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
             for section, kind in SECTIONS.items():
                 names = {field.name for field in dataclasses.fields(kind)}
                 asked[section] |= {name: plain(value) for name, value in given.items() if name in names}
-            tables, given = tables_for_resume(saved, asked), {}
+            tables, given = tables_for_resume(saved, asked, world_size()), {}
             # A run directory may have been moved or copied, and then holds the name of its first place.
             tables["run"]["run_dir"] = str(run_dir)
     parts: dict[str, Any] = {}
     for section, kind in SECTIONS.items():
         parts[section] = build(kind, given, tables[section], f"{where} [{section}]")
-    config = TrainConfig(**parts)
+    config = for_ranks(TrainConfig(**parts), world_size())
     try:
         to_toml(config).encode()
     except UnicodeEncodeError as error:

@@ -47,15 +47,19 @@ class Batch:
     """(query, key) pairs that attend in those rows, counted document by document where there is a document mask"""
 
 
-def micro_batches(*, start: int, stop: int, sequences_per_step: int, batch_size: int) -> Iterator[np.ndarray]:
+def micro_batches(
+    *, start: int, stop: int, sequences_per_step: int, batch_size: int, rank: int = 0, ranks: int = 1
+) -> Iterator[np.ndarray]:
     """The sample numbers of each micro-batch in turn: (batch_size,) int64, -1 for a missing row.
 
     Each step takes `sequences_per_step` samples from `start` on, in groups of `batch_size`; a step's last group is
     filled up with missing rows. Only the last step may be short of samples, and has as many groups as it needs.
+    Several ranks take the groups of a step in turn; each has as many as the others, its last may be all missing rows.
     """
     for begin in range(start, stop, sequences_per_step):
         end = min(begin + sequences_per_step, stop)
-        for first in range(begin, end, batch_size):
+        for of_all in range(begin, end, ranks * batch_size):
+            first = of_all + rank * batch_size
             samples = np.arange(first, first + batch_size, dtype=np.int64)
             samples[samples >= end] = -1
             yield samples
@@ -161,11 +165,14 @@ def held_out_batches(
     windows: int,
     device: str | torch.device,
     document_mask: bool = False,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """(ids, targets, doc_start), each (batch_size, seq_len) on `device`, of `windows` windows spread evenly over
     `file`; doc_start is None without a document mask.
 
-    In the order of the file; 0 windows means all. The last batch is filled up with missing rows. Raises BadData for a
+    In the order of the file; 0 windows means all; several ranks take the batches in turn. The last batch is filled
+    up with missing rows. Raises BadData for a
     file shorter than a window or an id beyond the vocabulary, UsageError as `check_document_mask`.
     """
     order = SampleOrder([Source(file.path.name, file, 1.0)], seq_len, seed=0)
@@ -174,7 +181,7 @@ def held_out_batches(
     available = file.windows(seq_len)
     count = min(windows or available, available)
     chosen = np.arange(count) * available // count
-    for begin in range(0, count, batch_size):
+    for begin in range(rank * batch_size, count, ranks * batch_size):
         window = np.zeros(batch_size, np.int64)
         source = np.full(batch_size, -1)
         present = chosen[begin : begin + batch_size]
@@ -234,6 +241,8 @@ class BatchStream:
         batch_size: int,
         device: str | torch.device,
         document_mask: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
         depth: int = 4,
     ) -> None:
         if document_mask:
@@ -245,7 +254,12 @@ class BatchStream:
         self._batch_size = batch_size
         self._per_fill = max(1, FILL_TOKENS // (batch_size * order.seq_len))
         self._groups = micro_batches(
-            start=start, stop=stop, sequences_per_step=sequences_per_step, batch_size=batch_size
+            start=start,
+            stop=stop,
+            sequences_per_step=sequences_per_step,
+            batch_size=batch_size,
+            rank=rank,
+            ranks=ranks,
         )
         # What the thread may write into next; None stands for fresh memory.
         self._free: queue.SimpleQueue[_Pinned | None] = queue.SimpleQueue()
@@ -299,6 +313,8 @@ class BatchStream:
         """The thread: fills one free buffer after the other until the samples end, it fails, or it is closed."""
         for cut in self._order.cuts:
             threading.Thread(target=_read_index_ahead, args=(cut,), daemon=True).start()
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # a thread begins on card 0
         try:
             for source, window, pieces in self._read_ahead():
                 pinned = self._free.get()

@@ -32,6 +32,12 @@ class InputMissing(LlmtrainError):
     exit_code = 66
 
 
+class RankLost(LlmtrainError):
+    """Another process of the run is gone, or hangs; what it was is in its own log."""
+
+    exit_code = 69
+
+
 class InternalError(LlmtrainError):
     """Our own mistake."""
 

@@ -6,6 +6,7 @@ corpus is compared by content, so it may move.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,15 @@ from llmtrain.storage.errors import ConfigMismatch
 DEFINES = {"defines_run": True}
 
 Attention = Literal["auto", "cudnn", "flash", "efficient", "triton", "reference"]
+
+
+def world_size() -> int:
+    """Processes of the run that this one is part of, as the environment made by torchrun or a Slurm script says."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _at_least(config: Any, low: float, *names: str) -> None:
@@ -117,9 +127,13 @@ class RunConfig:
     """Sequences of one device batch (micro-batch); auto: as many as fit the memory (on a CPU up to 8,192 tokens), while
     a step keeps its sequences: global_batch_size, or accumulate times the batch_size of the --config file, else 8."""
     accumulate: int = 1
-    """Device batches summed before one optimizer step."""
+    """Device batches summed on each rank before one optimizer step."""
     global_batch_size: int | None = None
     """Sequences of one optimizer step; derives accumulate."""
+    parallel: Literal["auto", "ddp"] = "auto"
+    """How the ranks that torchrun starts share the work: ddp: each has the whole model and a part of every step."""
+    rank_timeout: float = 120.0
+    """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
     precision: Literal["bf16", "fp32"] = field(default="bf16", metadata=DEFINES)
     """Type of activations and matmul operands; weights, gradients and moments are FP32 either way."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -154,7 +168,7 @@ class RunConfig:
         _at_least(self, 1, "accumulate", "global_batch_size", "checkpoint_every", "log_every")
         if self.batch_size != "auto":
             _at_least(self, 1, "batch_size")
-        _at_least(self, 1, "max_save_failures")
+        _at_least(self, 1, "max_save_failures", "rank_timeout")
         _at_least(self, 0, "verify_every", "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
         if self.verify_every and not self.deterministic:
@@ -225,8 +239,9 @@ def _left_open(section: str, name: str, value: Any) -> bool:
     return section == "model" and name in ("vocab_size", "max_seq_len") and value == 0
 
 
-def tables_for_resume(saved: Tables, asked: Tables) -> Tables:
-    """The saved tables with what was asked laid over them; both as `to_tables` has them.
+def tables_for_resume(saved: Tables, asked: Tables, ranks: int = 1) -> Tables:
+    """The saved tables with what was asked laid over them; both as `to_tables` has them. Of several ranks, a step keeps
+    its sequences by global_batch_size.
 
     Raises ConfigMismatch where that would make it another run.
     """
@@ -243,7 +258,10 @@ def tables_for_resume(saved: Tables, asked: Tables) -> Tables:
     # There are two ways to say it; what was asked goes before what was saved in the other way.
     if "accumulate" in of_step and "global_batch_size" not in of_step:
         run.pop("global_batch_size", None)
-    elif of_step:
+        if ranks > 1:
+            run["global_batch_size"] = sequences_per_step(run) * ranks
+            del run["accumulate"]
+    elif of_step or ranks > 1:
         run.pop("accumulate", None)
         run.setdefault("global_batch_size", before)
     if sequences_per_step(run) != before:
@@ -285,6 +303,14 @@ def keep_the_step(given: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         return given
     of_step = sequences_per_step({**run, **given, "batch_size": under})
     return given | {"accumulate": 1, "global_batch_size": of_step}
+
+
+def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The same run, whose batch_size and accumulate are those of each of `ranks`."""
+    if ranks == 1 or config.run.global_batch_size is not None:
+        return config
+    whole = config.run.sequences_per_step * ranks
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, accumulate=1, global_batch_size=whole))
 
 
 def to_tables(config: TrainConfig) -> Tables:

@@ -139,12 +139,12 @@ def even(sequences: int, most: int) -> int:
     return -(-sequences // -(-sequences // most))
 
 
-def auto_size(config: TrainConfig, attention: str, device: torch.device, there: Room) -> int:
+def auto_size(config: TrainConfig, attention: str, device: torch.device, there: Room, ranks: int = 1) -> int:
     """What --batch-size auto begins with: the largest that is predicted to fit; 1 where none is."""
-    highest = config.run.sequences_per_step
+    highest = of_rank = -(-config.run.sequences_per_step // ranks)
     if device.type != "cuda":
         highest = min(highest, max(1, CPU_TOKENS // config.data.seq_len))
-    return even(config.run.sequences_per_step, max(1, fitting(config, attention, device, there, highest)))
+    return even(of_rank, max(1, fitting(config, attention, device, there, highest)))
 
 
 def fitting(config: TrainConfig, attention: str, device: torch.device, there: Room, highest: int) -> int:

@@ -64,6 +64,11 @@ def memory() -> dict[str, float]:
     return {"peak_gib": peak, "host_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale}
 
 
+def journal_of(run_dir: Path, rank: int) -> Path:
+    """RUN/metrics.jsonl; of other ranks than 0, whose lines differ in times and memory, a file of their own."""
+    return run_dir / (f"ranks/rank-{rank:05d}.jsonl" if rank else "metrics.jsonl")
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """rich would end the process with exit code 1."""
@@ -74,13 +79,15 @@ class RunLog:
     """Writes RUN/metrics.jsonl and the console. On a terminal the newest train line stays in place at the bottom;
     elsewhere each is a line of its own."""
 
-    def __init__(self, run_dir: Path, attempt: int, plan: Plan, console: Console | None = None) -> None:
-        self.journal = JsonLines(run_dir / "metrics.jsonl")
+    def __init__(
+        self, run_dir: Path, attempt: int, plan: Plan, console: Console | None = None, rank: int = 0
+    ) -> None:
+        self.journal = JsonLines(journal_of(run_dir, rank))
         self.attempt = attempt
         self.plan = plan
         self._held: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self.console = console or _Console(soft_wrap=True, highlight=False)
+        self.console = console or _Console(soft_wrap=True, highlight=False, quiet=rank > 0)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         if self.live:
             self._show(lambda live: live.start())

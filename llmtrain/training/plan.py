@@ -52,16 +52,22 @@ class Plan:
     flops: Callable[[float], tuple[float, float]]
     """(query, key) pairs that attend, a token -> FLOPs a token, and what is run again beyond that."""
     peak_flops: float | None
-    """FLOP/s of the device; None where its name is not in the table."""
+    """FLOP/s of the device, or of all ranks' devices; None where its name is not in the table."""
     attention: Backend
     memory: MemoryPlan
     room: Room
     on_card: bool
     """Whether that is a card's."""
+    ranks: int
+    """Processes that share a step."""
 
     def samples(self, step: int) -> int:
         """Samples consumed after `step` steps."""
         return min(step * self.sequences_per_step, self.total_samples)
+
+    def micro_batches(self, step: int, batch_size: int) -> int:
+        """Of each rank, in step number `step + 1`."""
+        return math.ceil((self.samples(step + 1) - self.samples(step)) / (batch_size * self.ranks))
 
 
 def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
@@ -80,7 +86,8 @@ def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
 
 
 def make_plan(
-    config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend, room: Room
+    config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend, room: Room,
+    ranks: int = 1,
 ) -> Plan:
     """Steps from total_steps, or from epochs; only the last step may be partial."""
     per_step = config.run.sequences_per_step
@@ -103,11 +110,12 @@ def make_plan(
         flops_per_token=flops(pairs)[0],
         pairs_per_token=pairs,
         flops=flops,
-        peak_flops=peak_flops(device_name),
+        peak_flops=peak * ranks if (peak := peak_flops(device_name)) else None,
         attention=attention,
         memory=memory_of(config, config.run.micro_batch_size, attention.name, device),
         room=room,
         on_card=device.type == "cuda",
+        ranks=ranks,
     )
 
 
@@ -164,7 +172,9 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     model, run, seq_len = config.model, config.run, config.data.seq_len
     counts = parameter_counts(model)
     tokens_per_step = plan.sequences_per_step * seq_len
-    micro = math.ceil(plan.sequences_per_step / run.micro_batch_size)
+    micro = math.ceil(plan.sequences_per_step / (run.micro_batch_size * plan.ranks))
+    devices = f"{plan.ranks} x {device_name}" if plan.ranks > 1 else device_name
+    on_ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     total_tokens = plan.total_samples * seq_len
     documents = ""
     if config.data.document_mask:
@@ -174,10 +184,10 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         f"model       {counts.total:,} parameters, {counts.active:,} active: "
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
         f"{model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size:,}",
-        f"device      {device_name}, {run.precision}" + (", deterministic" if run.deterministic else ""),
+        f"device      {devices}, {run.precision}" + (", deterministic" if run.deterministic else ""),
         f"attention   {plan.attention.name}: {plan.attention.why}" + documents,
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
-        f"micro-batch{'es' if micro > 1 else ''} of {run.micro_batch_size}",
+        f"micro-batch{'es' if micro > 1 else ''} of {run.micro_batch_size}" + on_ranks,
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
         f"{_few(total_tokens / counts.total)} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
         "steps an epoch",

@@ -61,15 +61,18 @@ class Replay:
         """After the step: runs it again. tokens: position of the run, for the event."""
         at = self._run.at_step
         results = [self._fingerprint(), self._again(lr)]
-        if results[0] == results[1]:
+        world, differs = self._run.world, results[0] != results[1]
+        rank = world.least(world.rank if differs else world.size)
+        if rank == world.size:
             if not self._differed:
                 self._run.trusted = at
             return
-        agreed = self._again(lr) in results
+        agreed = world.least(int(self._again(lr) in results)) == 1
         self._differed.append(at)
         names = [name for (name, _), a, b in zip(self._tensors(), *results, strict=True) if a != b]
         third = "agreed with one of the two, which is taken" if agreed else "agreed with neither"
-        what = f"{len(names)} of {len(results[0])} tensors differ, {names[0]} first; a third run {third}"
+        which = f"{names[0]} first" if names else f"those of rank {rank}"
+        what = f"{len(names)} of {len(results[0])} tensors differ, {which}; a third run {third}"
         text = f"the step, run again from the same state, gave other bits: {what}"
         self._log.event(at, tokens, "mismatch", text, tensors=names)
         if not agreed or len(self._differed) == DIFFERENCES:

@@ -1,9 +1,8 @@
 """The run, from the plan to the last checkpoint: read `loop` from top to bottom."""
 
-import math
 import time
 from collections.abc import Container
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -19,8 +18,9 @@ from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Unit
 from llmtrain.training.health import Health
 from llmtrain.training.lifecycle import StopFlag, write_status
-from llmtrain.training.metrics import RunLog, Throughput, duration
+from llmtrain.training.metrics import RunLog, Throughput, duration, journal_of
 from llmtrain.training.notify import LONG, Supervisor
+from llmtrain.training.parallel import World, world_of
 from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
 from llmtrain.training.replay import Replay
 from llmtrain.training.saving import Saver
@@ -38,40 +38,50 @@ LONG_STEP = 20.0
 def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = None) -> None:
     """Trains to the end, or to a signal (StopRequested). Raises LlmtrainErrors; what can be checked before the first
     step is checked before anything is written."""
-    run_dir, supervisor = config.run.run_dir, supervisor or Supervisor()
-    start.check_run_dir(run_dir, resume)
+    start.check_run_dir(config.run.run_dir, resume)
     if config.run.deterministic:
         make_deterministic()
-    device = start.pick_device(config.run.device)
-    config, order, validation = start.open_corpus(config)
+    with world_of(config.run, start.pick_device) as (world, device):
+        _train(config, resume, supervisor or Supervisor(), world, device)
+
+
+def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: World, device: torch.device) -> None:
+    """The part of one of the ranks."""
+    run_dir = config.run.run_dir
+    config, order, validation = world.first_goes_first(lambda: start.open_corpus(config))
     settings, data = config.run, config.data
     attention = start.pick_attention(
         settings.attention, settings.precision, config.model.head_dim, data.seq_len, device, data.document_mask
     )
     room, auto = fit.room(device), settings.batch_size == "auto"
-    config = start.settle_batch_size(config, attention, device, room, resume)
+    config = start.settle_batch_size(config, attention, device, room, resume, world.size)
     name = start.device_name(device)
-    plan = make_plan(config, order, device, name, attention, room)
+    plan = make_plan(config, order, device, name, attention, room, world.size)
     start.check_memory(config, plan, device)
     made = start.make_folder(run_dir)
-    with RunLock(run_dir / "lock"), StopFlag() as stop, choice.forced(settings.attention, "attention"):
+    lock = RunLock(run_dir / "lock") if world.first else nullcontext()
+    with lock, StopFlag() as stop, choice.forced(settings.attention, "attention"):
         supervisor.watch(stop)
         start.check_run_dir(run_dir, resume)  # again: another process may have come and gone since
-        checkpoint.clear_leftovers(run_dir)
+        if world.first:
+            checkpoint.clear_leftovers(run_dir)
         try:
-            run = start.start(config, order, validation, device, attention, resume, room, auto)
+            run = start.start(config, order, validation, device, attention, resume, room, auto, world)
         except BaseException:
-            start.unmake_folder(run_dir, made)
+            if world.first:
+                start.unmake_folder(run_dir, made)
             raise
         if run.config != config:  # --batch-size auto had to go down
-            plan = make_plan(run.config, order, device, name, attention, room)
+            plan = make_plan(run.config, order, device, name, attention, room, world.size)
+        world.open_log()
         _run(run, plan, stop, supervisor)
 
 
 def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> None:
     """Trains with a log, and leaves in status.json how it ended."""
     run_dir = run.config.run.run_dir
-    log = RunLog(run_dir, _attempt(run_dir), plan)
+    rank = run.world.rank
+    log = RunLog(run_dir, _attempt(journal_of(run_dir, rank)), plan, rank=rank)
     try:
         try:
             _begin(run, plan, log)
@@ -87,16 +97,20 @@ def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> No
         # What ends the run may well be what keeps this from being written; it is the first that has to be told.
         with suppress(LlmtrainError):
             state = "stopped" if isinstance(error, StopRequested) else "failed"
-            write_status(run_dir, state, reason, run.at_step, code)
+            _write_status(run, state, reason, code)
             log.sync()
         raise
     finally:
         log.close()
 
 
-def _attempt(run_dir: Path) -> int:
-    """1 for the first process that works on a run, and one more for each that follows."""
-    path = run_dir / "metrics.jsonl"
+def _write_status(run: Started, state: str, reason: str, code: int | None = None) -> None:
+    if run.world.first:
+        write_status(run.config.run.run_dir, state, reason, run.at_step, code)
+
+
+def _attempt(path: Path) -> int:
+    """1 for the first process that writes lines to `path`, and one more for each that follows."""
     lines = JsonLines.read(path) if path.exists() else iter(())
     attempts = (line.get("attempt") for line in lines)
     return 1 + max((attempt for attempt in attempts if type(attempt) is int), default=0)
@@ -111,7 +125,7 @@ def _counts(line: dict, at_step: int) -> bool:
 def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     """Puts the run directory in order and says the plan."""
     at, samples = run.at_step, plan.samples(run.at_step)
-    notes = start.prepare_run_dir(run.config, run.order) + run.notes
+    notes = run.world.from_first(lambda: start.prepare_run_dir(run.config, run.order)) + run.notes
     if at < plan.total_steps:
         needed = checkpoint_bytes(run.config) + checkpoint.BESIDE_TENSORS
         require_room(run.config.run.run_dir / "checkpoints", needed, "a checkpoint")
@@ -125,7 +139,7 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     _say_trial(run, plan, log, tokens)
     for note in notes:
         log.event(at, tokens, "note", note)
-    write_status(run.config.run.run_dir, "running", f"since step {at}", at)
+    _write_status(run, "running", f"since step {at}")
 
 
 def _say_trial(run: Started, plan: Plan, log: RunLog, tokens: int) -> None:
@@ -142,10 +156,10 @@ def _say_trial(run: Started, plan: Plan, log: RunLog, tokens: int) -> None:
     log.event(run.at_step, tokens, "trial", text, **run.trial)
 
 
-def _evaluated(log: RunLog, at_step: int) -> set[str]:
+def _evaluated(log: RunLog, at_step: int) -> list[str]:
     """The held-out sources that have their line of `at_step`."""
     lines = JsonLines.read(log.journal.path)
-    return {line["source"] for line in lines if line.get("kind") == "eval" and line.get("step") == at_step}
+    return [line["source"] for line in lines if line.get("kind") == "eval" and line.get("step") == at_step]
 
 
 def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> float:
@@ -174,11 +188,16 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
     """Trains from run.at_step to the plan's end."""
     settings, seq_len, step = run.config.run, run.config.data.seq_len, run.step
     first = run.at_step + 1
+    world = run.world
     throughput = Throughput()
     health = Health(run, plan)
     replay = Replay(run, log)
     waited = 0.0
-    pairs = 0  # that attended since the last train line
+    pairs = own_tokens = 0  # that attended since the last train line, and of how many tokens of this rank
+
+    def alive(within: float | None = None) -> None:
+        supervisor.alive(within)
+        world.alive(within)
 
     def tokens() -> int:
         return plan.samples(run.at_step) * seq_len
@@ -190,7 +209,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
 
     def save() -> None:
         throughput.pause()
-        supervisor.alive(LONG)  # the save before may still be written
+        alive(LONG)  # the save before may still be written
         saver.save()
         throughput.resume()
 
@@ -198,11 +217,11 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         """Writes the eval lines of this step; False where a signal came before the last one."""
 
         def goes_on() -> bool:
-            supervisor.alive(LONG)
-            return not stop
+            alive(LONG)
+            return not world.asked_to_stop(stop, run.at_step)
 
         throughput.pause()
-        supervisor.alive(LONG)
+        alive(LONG)
         for source in run.validation:
             if source.name in done:
                 continue
@@ -210,28 +229,32 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 windows = source.file.windows(seq_len)
                 windows = min(settings.val_windows or windows, windows)
                 log.line(f"step 0: evaluates {source.name} on {windows} windows of {seq_len} tokens")
-            figures = validate(step.model, source, run.config, run.device, goes_on)
+            figures = validate(step.model, source, run.config, run.device, goes_on, world)
             if figures is None:
+                world.stop_at(run.at_step)
                 return False
             log.write("eval", run.at_step, tokens(), source=source.name, **figures)
             log.line(f"step {run.at_step}: {source.name} " + ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
         throughput.resume()
         return True
 
+    def by() -> str:
+        return world.stopped_by or stop.name
+
     def stopped() -> StopRequested:
         return StopRequested(
-            f"stopped by {stop.name} at step {run.at_step} of {plan.total_steps}, saved in "
+            f"stopped by {by()} at step {run.at_step} of {plan.total_steps}, saved in "
             f"{checkpoint.folder_of(settings.run_dir, run.at_step)}: --resume goes on"
         )
 
     def finish(text: str) -> None:
         log.line(text)
-        write_status(settings.run_dir, "finished", "all steps are done", run.at_step, 0)
+        _write_status(run, "finished", "all steps are done", 0)
 
     every = settings.val_every
     if run.at_step in (0, plan.total_steps) or (every and run.at_step % every == 0):
         # An attempt that was killed here has left some undone.
-        if not evaluate(done=_evaluated(log, run.at_step)) and run.at_step == plan.total_steps:
+        if not evaluate(world.from_first(lambda: _evaluated(log, run.at_step))) and run.at_step == plan.total_steps:
             raise stopped()
     if run.at_step == plan.total_steps:
         return finish(f"the run is finished: {plan.total_steps} steps are done")
@@ -245,39 +268,43 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         batch_size=settings.micro_batch_size,
         device=run.device,
         document_mask=run.config.data.document_mask,
+        rank=world.rank,
+        ranks=world.size,
     )
     with Saver(run, plan, log) as saver, stream:
         throughput.resume()
         while run.at_step < plan.total_steps:
             samples = plan.samples(run.at_step + 1) - plan.samples(run.at_step)
             lr = learning_rate(run.at_step, plan.total_steps, run.config.optimizer, run.config.schedule)
-            micro_batches = math.ceil(samples / settings.micro_batch_size)
+            micro_batches = plan.micro_batches(run.at_step, settings.micro_batch_size)
             verifies = replay.due(run.at_step + 1)
             if verifies:
                 replay.begin()
             for i in range(micro_batches):
-                supervisor.alive()
-                while not stop and not stream.ready(POLL):
+                alive()
+                while not (stops := world.must_stop(stop, run.at_step, begun=i > 0)) and not stream.ready(POLL):
                     pass
-                if stop:
+                if stops:
                     # A step that has begun is dropped: the first micro-batch of the next one overwrites its gradients.
-                    supervisor.alive(LONG)
+                    alive(LONG)
                     look()
-                    saver.finish(f"stopped by {stop.name} at step {run.at_step} of {plan.total_steps}")
+                    saver.finish(f"stopped by {by()} at step {run.at_step} of {plan.total_steps}")
                     raise stopped()
                 batch = next(stream)
                 step.micro_step(batch.ids, batch.targets, first=i == 0, doc_start=batch.doc_start)
                 pairs += batch.pairs
+                own_tokens += batch.sequences * seq_len
                 if verifies:
                     replay.keep(batch)
                 if i == 0 and run.at_step + 1 == first and micro_batches > 1:
                     _say_pace(run, plan, log, micro_batches, time.perf_counter() - began)
             step.optimizer_step(lr)
             run.at_step += 1
+            world.at(run.at_step)
             throughput.add(samples * seq_len)
             if verifies:
                 throughput.pause()
-                supervisor.alive(LONG)
+                alive(LONG)
                 replay.check(lr, tokens())
                 throughput.resume()
             saver.look()
@@ -286,23 +313,27 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
             if run.at_step == first:
                 seconds = _say_first_step(run, log, tokens(), began)
                 supervisor.ready(seconds / micro_batches)
+                world.ready(seconds / micro_batches)
             if run.at_step % settings.log_every == 0 or run.at_step == first or last:
                 figures = step.metrics()
-                flops = plan.flops(pairs / throughput.tokens)
-                pairs = 0
+                flops = plan.flops(pairs / own_tokens if own_tokens else plan.pairs_per_token)
+                pairs = own_tokens = 0
                 rate, step_ms = throughput.take()
                 data_ms = 1e3 * (stream.wait_seconds - waited)
                 waited = stream.wait_seconds
                 epoch = plan.samples(run.at_step) / run.order.samples_per_epoch
-                timed = {**figures, "step_ms": step_ms, "data_ms": data_ms}
+                pace, slow = world.pace()
+                timed = {**figures, "step_ms": step_ms, "data_ms": data_ms, **pace}
                 supervisor.status(log.train(run.at_step, tokens(), epoch, timed, lr, rate, flops))
+                if slow:
+                    log.event(run.at_step, tokens(), "slow_rank", slow, **pace)
                 look()
             if every and run.at_step % every == 0 and not last:
                 evaluate()
             if run.at_step % settings.checkpoint_every == 0 or last:
                 save()
         evaluated = evaluate()
-        supervisor.alive(LONG)
+        alive(LONG)
         saver.finish(f"all {plan.total_steps} steps are done")
     if not evaluated:
         raise stopped()

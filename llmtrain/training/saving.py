@@ -49,7 +49,8 @@ class Saver:
     def __init__(self, run: Started, plan: Plan, log: RunLog) -> None:
         self._run, self._plan, self._log = run, plan, log
         self._settings = run.config.run
-        self._snapshot = Snapshot(run.step.flat, run.step.optimizer)
+        # Ranks hold the same state: one of them writes it, so that the others need not see its disk.
+        self._snapshot = Snapshot(run.step.flat, run.step.optimizer) if run.world.first else None
         self._thread = ThreadPoolExecutor(1, "save")
         self._under_way: _Save | None = None
         self._failed = 0
@@ -72,7 +73,7 @@ class Saver:
 
     def _begin(self, since: float) -> None:
         at = self._run.at_step
-        if self.saved_at == at:
+        if self.saved_at == at or self._snapshot is None:
             return
         self._log.journal.require_in_place()
         samples = self._plan.samples(at)
@@ -127,7 +128,7 @@ class Saver:
         self.wait()
         self._begin(time.perf_counter())
         self.wait()
-        if self.saved_at != self._run.at_step:
+        if self.saved_at != self._run.at_step and self._snapshot is not None:
             raise StorageFailure(f"{why}, but it cannot be saved: {self._reason}; {self._lost()}")
 
     def _end_after_too_many(self) -> None:
@@ -143,6 +144,7 @@ class Saver:
     def _write(self, at: int, state: dict[str, Any]) -> _Written:
         """The part of the thread."""
         since = time.perf_counter()
+        assert self._snapshot is not None
         self._snapshot.wait()
         self._log.sync()  # the lines of a step must be there before the checkpoint that makes them count
         settings = self._settings
@@ -166,4 +168,5 @@ class Saver:
         with suppress(LlmtrainError):  # what ends the block is told, not what happens then
             self.wait()
         self._thread.shutdown()
-        self._snapshot.close()
+        if self._snapshot is not None:
+            self._snapshot.close()

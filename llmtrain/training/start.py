@@ -29,6 +29,7 @@ from llmtrain.training import checkpoint, fit
 from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 
@@ -144,6 +145,8 @@ class Started:
     corpus: list[dict[str, Any]]
     notes: list[str]
     """What a person should know of the start: a damaged checkpoint, another version."""
+    world: World
+    """The ranks that share the run; alone where there is one."""
     trial: dict[str, Any]
     """Of the trial of the step: whether the micro-batch is --batch-size auto's, sizes tried, seconds, bytes."""
     trusted: int | None = None
@@ -169,14 +172,14 @@ def check_memory(config: TrainConfig, plan: Plan, device: torch.device) -> None:
 
 
 def settle_batch_size(
-    config: TrainConfig, attention: Backend, device: torch.device, room: fit.Room, resume: bool
+    config: TrainConfig, attention: Backend, device: torch.device, room: fit.Room, resume: bool, ranks: int = 1
 ) -> TrainConfig:
     """With a number for --batch-size auto. A run that goes on keeps the one it had on the same device, so that its bits
     stay the same, unless that one is predicted not to fit any more."""
     if config.run.batch_size != "auto":
         return config
     before = _size_before(config.run.run_dir, device_name(device)) if resume else None
-    chosen = fit.auto_size(config, attention.name, device, room)
+    chosen = fit.auto_size(config, attention.name, device, room, ranks)
     if before is not None and before <= fit.fitting(config, attention.name, device, room, before):
         chosen = before
     return fit.with_batch_size(config, chosen)
@@ -281,17 +284,24 @@ def start(
     resume: bool,
     room: fit.Room,
     auto: bool = False,
+    world: World | None = None,
 ) -> Started:
     """Builds the step, tries it out, and fills it, from the newest checkpoint that verifies or from the seed.
 
     auto: a micro-batch that turns out not to fit is made smaller. Raises what `fit.refusal` does."""
+    world = world or World()
     corpus = corpus_identity(list(order.sources))
     model = Transformer(config.model, device="meta")
     model.checkpoint_activations = config.run.checkpoint_activations
     with fit.or_refused(config, attention.name, device, room):
         flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
         optimizer = AdamW(flat, config.optimizer)
-    config, train_step, trial = fitting_step(config, model, flat, optimizer, attention, device, room, auto)
+    parts = (model, flat, optimizer, attention, device, room)
+    config, train_step, trial = fitting_step(config, *parts, auto, world.size)
+    if (least := world.least(config.run.micro_batch_size)) < config.run.micro_batch_size:
+        del train_step
+        config, train_step, trial = fitting_step(fit.with_batch_size(config, least), *parts, False, world.size)
+    train_step.add_up = None if world.alone else world.add_gradients
 
     def check(state: dict[str, Any]) -> None:
         refuse_another_run(state["config"], config)
@@ -301,14 +311,17 @@ def start(
                 "--tokens, or start in another --run-dir"
             )
 
-    state, notes = checkpoint.restore_newest(config.run.run_dir, flat, optimizer, check) if resume else (None, [])
+    def restore() -> tuple[dict[str, Any] | None, list[str]]:
+        return checkpoint.restore_newest(config.run.run_dir, flat, optimizer, check) if resume else (None, [])
+
+    state, notes = world.from_first(restore)
     at_step = 0
     if state is None:
         flat.master.zero_()
         model.init_weights(config.run.seed)
-        flat.refresh_narrow()
         optimizer.reset()
     else:
+        optimizer.set_counts(state["optimizer"])
         at_step = state["step"]
         now = environment(device, attention.name)
         for name, value in state["environment"].items():
@@ -318,7 +331,9 @@ def start(
             notes.append(
                 f"batch_size is {config.run.batch_size}, was {before}: losses may differ in their last bits from here"
             )
-    return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, trial)
+    world.copy_from_first(flat.master, optimizer.exp_avg, optimizer.exp_avg_sq)
+    flat.refresh_narrow()
+    return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, world, trial)
 
 
 def fitting_step(
@@ -330,6 +345,7 @@ def fitting_step(
     device: torch.device,
     room: fit.Room,
     auto: bool,
+    ranks: int = 1,
 ) -> tuple[TrainConfig, TrainStep, dict[str, Any]]:
     """The step, after a trial of all that a run does at its largest shapes, and its configuration: with `auto` another
     micro-batch than it came with, where that one did not fit. The third: what the trial says of itself."""
@@ -356,7 +372,8 @@ def fitting_step(
         if device.type == "cuda":
             torch.cuda.empty_cache()
         most = min(size - 1, int(size * fit.DOWN))
-        config = fit.with_batch_size(config, fit.even(config.run.sequences_per_step, max(1, most)))
+        of_rank = -(-config.run.sequences_per_step // ranks)
+        config = fit.with_batch_size(config, fit.even(of_rank, max(1, most)))
 
 
 def try_out(step: TrainStep, memory: MemoryPlan, evaluates: bool) -> None:

@@ -6,6 +6,7 @@ outlives a replay (parameters, gradients, moments, inputs, sums) is allocated ou
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class TrainStep:
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.why_not_captured: str | None = None
         self.wants_capture = device.type == "cuda" if capture is None else capture
+        self.add_up: Callable[[Tensor, Tensor], None] | None = None
+        """Adds the gradients and the sums up over the ranks of a run, in place, where there are several."""
         self.previous: torch.cuda.Event | None = None
         self.reader: torch.cuda.Event | None = None
         """The end of a copy of weights and moments on another stream; the next update waits for it."""
@@ -110,6 +113,9 @@ class TrainStep:
 
     def optimizer_step(self, lr: float) -> None:
         """Divides the sums by the number of targets and updates the weights at rate `lr`."""
+        if self.add_up is not None:
+            assert self.flat.grad is not None
+            self.add_up(self.flat.grad, self.sums)  # between the last micro-step's graph and the update's
         self.wait_for_reader()
         self.optimizer.lr.fill_(lr)
         if self.graphs:

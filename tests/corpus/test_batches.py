@@ -55,6 +55,17 @@ def test_micro_batches_hold_each_sample_once_in_order_and_never_mix_steps(start,
     assert len(groups) == full * -(-per_step // batch_size) + -(-rest // batch_size)
 
 
+@given(st.integers(0, 20), st.integers(0, 40), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
+def test_ranks_share_the_samples_of_each_step_and_have_as_many_micro_batches(start, count, per_step, batch_size, ranks):
+    whole = {"start": start, "stop": start + count, "sequences_per_step": per_step, "batch_size": batch_size}
+    of_ranks = [list(micro_batches(**whole, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert len({len(groups) for groups in of_ranks}) == 1
+    together = [i for groups in zip(*of_ranks, strict=True) for group in groups for i in group.tolist() if i >= 0]
+    assert together == list(range(start, start + count))
+    steps = -(-count // per_step)
+    assert len(of_ranks[0]) <= steps * -(-per_step // (batch_size * ranks))
+
+
 def test_a_batch_is_ids_and_what_follows_them(tmp_path):
     order = counting_order(tmp_path, 50)
     _, window = order.locate(np.arange(6))

@@ -1,8 +1,10 @@
 """Many processes of the command at the price of one start: torch is imported once, and each is forked from there."""
 
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,15 +20,15 @@ SERVER = """
 import json, os, sys
 import llmtrain.cli.train, llmtrain.training.run
 from llmtrain.cli.main import main
-for line in sys.stdin:
-    ask = json.loads(line)
+
+def start(ask, environment, name):
     pid = os.fork()
     if pid == 0:
         os.setsid()
         os.chdir(ask["cwd"])
-        for number, name in ((0, os.devnull), (1, ask["out"]), (2, ask["err"])):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), number)
-        os.environ.update(ask["environment"])
+        for number, path in ((0, os.devnull), (1, name + ".out"), (2, name + ".err")):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), number)
+        os.environ.update(environment)
         sys.argv = ["llmtrain", *ask["arguments"]]
         try:
             exec(ask["before"], {})
@@ -39,8 +41,13 @@ for line in sys.stdin:
             code = 1
         sys.stdout.flush()
         os._exit(code)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    return pid
+
+for line in sys.stdin:
+    ask = json.loads(line)
+    pids = [start(ask, environment, name) for name, environment in ask["processes"].items()]
+    print(*pids, flush=True)
+    print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
 """
 
 
@@ -87,6 +94,32 @@ class Process:
             killer.cancel()
 
 
+class Ranks:
+    """The processes of one run."""
+
+    def __init__(self, server: subprocess.Popen, ranks: list[Process]) -> None:
+        self._server, self.ranks = server, ranks
+
+    def __getitem__(self, rank: int) -> Process:
+        return self.ranks[rank]
+
+    def end(self, seconds: float = 60) -> list[int]:
+        """The exit code of each; those are killed that take longer."""
+        killers = [threading.Timer(seconds, _kill, (process.pid,)) for process in self.ranks]
+        for killer in killers:
+            killer.start()
+        try:
+            return list(map(int, self._server.stdout.readline().split()))
+        finally:
+            for killer in killers:
+                killer.cancel()
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Forks:
     """Inside the block `start` forks processes; one at a time, each waited for with `end` before the next."""
 
@@ -108,11 +141,28 @@ class Forks:
     def start(self, cwd: Path, name: str, *arguments: object, before: str = "", **environment: str) -> Process:
         """`llmtrain arguments` in `cwd`, its output in files NAME.out and NAME.err there; `before` is Python to run
         first, such as what slows it down where the test wants to meet it."""
-        out, err = cwd / f"{name}.out", cwd / f"{name}.err"
-        out.unlink(missing_ok=True)
-        err.unlink(missing_ok=True)
-        ask = {"cwd": str(cwd), "out": str(out), "err": str(err), "arguments": list(map(str, arguments))}
-        ask |= {"before": before, "environment": environment}
+        return self._start(cwd, {name: environment}, arguments, before)[0]
+
+    def start_ranks(
+        self, cwd: Path, name: str, ranks: int, *arguments: object, before: str = "", **environment: str
+    ) -> "Ranks":
+        """As many processes as torchrun would start, with its variables; the output of rank N in NAME.N.out."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        of_ranks = {
+            f"{name}.{i}": {"RANK": str(i), "LOCAL_RANK": str(i), **shared, **environment} for i in range(ranks)
+        }
+        return Ranks(self._server, self._start(cwd, of_ranks, arguments, before))
+
+    def _start(
+        self, cwd: Path, processes: dict[str, dict[str, str]], arguments: tuple[object, ...], before: str
+    ) -> list[Process]:
+        outputs = [(cwd / f"{name}.out", cwd / f"{name}.err") for name in processes]
+        for path in itertools.chain(*outputs):
+            path.unlink(missing_ok=True)
+        ask = {"cwd": str(cwd), "arguments": list(map(str, arguments)), "before": before, "processes": processes}
         self._server.stdin.write(json.dumps(ask) + "\n")
         self._server.stdin.flush()
-        return Process(self._server, int(self._server.stdout.readline()), out, err)
+        pids = map(int, self._server.stdout.readline().split())
+        return [Process(self._server, pid, *paths) for pid, paths in zip(pids, outputs, strict=True)]

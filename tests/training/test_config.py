@@ -3,8 +3,19 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import ConfigMismatch
-from llmtrain.training.config import OptimizerConfig, RunConfig, ScheduleConfig, tables_for_resume, to_tables, to_toml
+from llmtrain.training.config import (
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    for_ranks,
+    tables_for_resume,
+    to_tables,
+    to_toml,
+)
 from tests.training.conftest import config
 
 
@@ -115,3 +126,23 @@ def test_keep_every_is_a_multiple_of_checkpoint_every():
     assert RunConfig(checkpoint_every=10, keep_every=30).keep_every == 30
     with pytest.raises(ValueError, match="keep_every 15 must be a multiple of checkpoint_every, 10"):
         RunConfig(checkpoint_every=10, keep_every=15)
+
+
+def test_of_several_ranks_a_step_has_the_batches_of_all_and_keeps_them_on_any_other_number():
+    run = {"batch_size": 4, "accumulate": 3}
+    config = TrainConfig(ModelConfig(), DataConfig(), OptimizerConfig(), ScheduleConfig(), RunConfig(**run))
+    assert for_ranks(config, 1) is config
+    on_two = for_ranks(config, 2)
+    assert (on_two.run.sequences_per_step, on_two.run.accumulate, on_two.run.batch_size) == (24, 1, 4)
+    assert for_ranks(on_two, 8) is on_two
+
+    def resumed(saved: dict, ranks: int, **asked) -> RunConfig:
+        return RunConfig(**tables_for_resume({"run": saved}, {"run": asked}, ranks)["run"])
+
+    alone = {"batch_size": 4, "accumulate": 6}
+    for ranks, saved in ((1, alone), (2, alone), (4, alone), (1, {"batch_size": 4, "global_batch_size": 24})):
+        assert resumed(saved, ranks).sequences_per_step == 24
+        assert resumed(saved, ranks, batch_size=3).sequences_per_step == 24
+    assert resumed(alone, 2, accumulate=3).sequences_per_step == 24
+    with pytest.raises(ConfigMismatch, match="has 24 sequences, asked were 48"):
+        resumed(alone, 2, accumulate=6)

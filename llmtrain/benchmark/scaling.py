@@ -1,0 +1,101 @@
+"""What a step costs on many cards: arithmetic from a few measured figures, for sizes that cannot be measured here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between ranks."""
+
+    latency_s: float
+    """Seconds that one exchange of no bytes takes."""
+    bytes_per_s: float
+    """What a rank sends and, at the same time, receives."""
+
+
+@dataclass(frozen=True)
+class SumPoint:
+    """A sum over ranks that was timed."""
+
+    ranks: int
+    bytes: int
+    """Of the buffer on each rank."""
+    seconds: float
+
+
+def ring(ranks: int, size: float, link: Link) -> float:
+    """Seconds of a sum of `size` bytes around a ring: each rank sends 2 (n - 1) pieces of a n-th."""
+    return 2 * (ranks - 1) * (link.latency_s + size / ranks / link.bytes_per_s)
+
+
+def fit_link(points: Sequence[SumPoint]) -> Link:
+    """The link that explains timed sums best, by relative error. With a latency of 0 where the best were below it."""
+    assert points and all(p.ranks > 1 for p in points)
+    rows = [(2 * (p.ranks - 1) / p.seconds, 2 * (p.ranks - 1) / p.ranks * p.bytes / p.seconds) for p in points]
+    aa, ab, bb = (sum(x[i] * x[j] for x in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = sum(x[0] for x in rows), sum(x[1] for x in rows)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        latency, per_byte = (bb * a - ab * b) / determinant, (aa * b - ab * a) / determinant
+        if latency >= 0 and per_byte > 0:
+            return Link(latency, 1 / per_byte)
+    return Link(0.0, bb / b)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Boxes of cards: `near` is the way within a box, `far` that of each card to other boxes."""
+
+    cards: int
+    cards_of_box: int
+    near: Link
+    far: Link
+
+    @property
+    def boxes(self) -> int:
+        return math.ceil(self.cards / self.cards_of_box)
+
+    def sum_s(self, size: float) -> float:
+        """Seconds of a sum of `size` bytes over all cards: within the boxes, then each card its share between them,
+        where a tree's latency counts and a ring's bytes do."""
+        within = min(self.cards, self.cards_of_box)
+        seconds = ring(within, size, self.near)
+        if self.boxes > 1:
+            share = size / within
+            seconds += 2 * (self.boxes - 1) / self.boxes * share / self.far.bytes_per_s
+            seconds += 2 * math.ceil(math.log2(self.boxes)) * self.far.latency_s
+        return seconds
+
+    def slowest(self) -> Link:
+        """The way that bounds an exchange of all with all."""
+        return self.far if self.boxes > 1 else self.near
+
+
+def data_parallel_s(compute_s: float, parameters: int, cluster: Cluster) -> float:
+    """A step: the sum of the FP32 gradients comes after the last micro-batch and hides behind nothing."""
+    return compute_s + (cluster.sum_s(4 * parameters) if cluster.cards > 1 else 0.0)
+
+
+def fsdp_s(compute_s: float, parameters: int, layers: int, micro_batches: int, cluster: Cluster) -> float:
+    """A step of FSDP: in each micro-batch the weights are gathered twice in two bytes, the gradients scattered once in
+    four, all beside the computation but for one layer's share at each end."""
+    n, link = cluster.cards, cluster.slowest()
+    if n == 1:
+        return compute_s
+    traffic = (n - 1) / n * (2 * 2 + 4) * parameters / link.bytes_per_s + 3 * layers * link.latency_s
+    exchange = micro_batches * traffic
+    return max(compute_s, exchange) + 2 * micro_batches * traffic / (3 * layers)
+
+
+def bubble(stages: int, micro_batches: int, schedule: str, chunks: int = 2) -> float:
+    """The share by which a pipeline's step is longer than its work: (p - 1) / m; of `chunks` stages a rank, so many
+    times less; with the weights' gradients moved into the gaps, a third."""
+    share = (stages - 1) / micro_batches
+    return {"1f1b": share, "interleaved": share / chunks, "zero-bubble": share / 3}[schedule]
+
+
+def pipeline_s(compute_s: float, stages: int, micro_batches: int, schedule: str = "1f1b") -> float:
+    """A step of `compute_s` on one card, cut into even stages; activations travel beside the computation."""
+    return compute_s / stages * (1 + bubble(stages, micro_batches, schedule))

@@ -1,0 +1,64 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtrain.benchmark.scaling import (
+    Cluster,
+    Link,
+    SumPoint,
+    bubble,
+    data_parallel_s,
+    fit_link,
+    fsdp_s,
+    pipeline_s,
+    ring,
+)
+
+SCRIPT = Path(__file__).parents[2] / "scripts/bench/parallel.py"
+FAR = Link(1e-5, 50e9)
+
+
+@given(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.sampled_from([2, 4, 8]))
+def test_the_link_of_exact_sums_is_found_again(latency, rate, ranks):
+    link = Link(latency, rate)
+    sizes = [rate * latency * ranks * factor for factor in (0.1, 1, 10)]
+    found = fit_link([SumPoint(ranks, int(size) + 1, ring(ranks, int(size) + 1, link)) for size in sizes])
+    assert (found.latency_s, found.bytes_per_s) == pytest.approx((latency, rate), rel=0.02)
+
+
+def test_sums_that_grow_faster_than_their_size_give_no_negative_latency():
+    link = fit_link([SumPoint(2, 1000, 1e-4), SumPoint(2, 2000, 1e-3), SumPoint(2, 4000, 9e-3)])
+    assert link.latency_s == 0 and link.bytes_per_s > 0
+
+
+@given(st.floats(1e-3, 10), st.integers(10**6, 10**10), st.sampled_from([8, 64, 1024]))
+def test_no_cluster_is_faster_than_its_cards_and_more_of_them_take_no_less(compute, parameters, cards):
+    near = Link(1e-6, 300e9)
+    one, many = (Cluster(n, 8, near, FAR) for n in (1, cards))
+    assert data_parallel_s(compute, parameters, one) == fsdp_s(compute, parameters, 16, 1, one) == compute
+    assert data_parallel_s(compute, parameters, many) > compute
+    assert fsdp_s(compute, parameters, 16, 1, many) > compute
+    assert many.sum_s(4 * parameters) >= Cluster(8, 8, near, FAR).sum_s(4 * parameters)
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches_and_better_schedules():
+    assert pipeline_s(8.0, 4, 12) == pytest.approx(2.0 * 1.25)
+    assert bubble(8, 16, "1f1b") > bubble(8, 32, "1f1b")
+    assert bubble(8, 16, "1f1b") > bubble(8, 16, "interleaved") > bubble(8, 16, "zero-bubble") > 0
+
+
+def test_the_script_measures_two_ranks_and_writes_its_page(tmp_path):
+    output = tmp_path / "docs" / "scaling.md"
+    command = [sys.executable, str(SCRIPT), "--smoke", "--seconds", "0.02", "--bursts", "2", "--rows", "weak-1"]
+    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "docs/data/scaling.json").read_text())
+    (row,) = data["rows"]
+    assert row["ranks"] == 2 and row["times_one"] > 0 and len(row["step_s"]) == 2
+    assert len(data["sums"]) == 4 and all(point["seconds"] > 0 for point in data["sums"])
+    assert "| weak-1 | weak | 2 | 4 x 64 x 1 |" in output.read_text()
