@@ -91,8 +91,6 @@ class SweepRow:
 
     name: str
     shape: Shape
-    routed: bool = False
-    """The row has expert layers, which the model does not have yet: it is recorded as waiting."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

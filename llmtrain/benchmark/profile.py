@@ -21,7 +21,8 @@ PROFILED_STEPS = 3
 PARTS = [
     ("copies", r"^memcpy|^memset"),
     ("attention", r"flash|fmha|sdpa|attention|fprop|bprop|cudnn::fusion"),
-    ("matmul", r"gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
+    ("routing", r"expert_(gather|combine)|_route|_places|sort|searchsorted|arange"),
+    ("matmul", r"grouped|gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
     ("optimizer", r"adam|multi_tensor|normtwoops"),
     ("rmsnorm backward", r"rms_?norm_(backward|bwd)|partial_sums"),
     ("rmsnorm forward", r"rms_?norm"),
@@ -70,6 +71,9 @@ def needed(shape: Shape, precision: str) -> dict[str, Needed]:
     packed = c.qkv_width * n * wide
     sequences = shape.batch_size * shape.accumulate
     parameters = parameter_counts(c)
+    dense, routed = c.n_layers - c.n_routed, c.experts_per_token * c.expert_width + c.shared_width
+    met = dense * c.d_ff + c.n_routed * routed  # widths of all feed-forwards that a token meets
+    copies = c.n_routed * c.experts_per_token
     return {
         "matmul": Needed(flops=6.0 * parameters.in_matmuls * n),
         "attention": Needed(flops=attention_flops(c, [shape.seq_len] * sequences)),
@@ -78,9 +82,11 @@ def needed(shape: Shape, precision: str) -> dict[str, Needed]:
         # dy, x and, but for the last norm, the copy's gradient -> dx
         "rmsnorm backward": Needed(bytes=(2 * c.n_layers * 4 + 3) * row),
         # gate, up -> y
-        "swiglu forward": Needed(bytes=c.n_layers * 3 * c.d_ff * n * wide),
+        "swiglu forward": Needed(bytes=3 * met * n * wide),
         # dy, gate, up -> d_gate, d_up
-        "swiglu backward": Needed(bytes=c.n_layers * 5 * c.d_ff * n * wide),
+        "swiglu backward": Needed(bytes=5 * met * n * wide),
+        # a row to its copies, and those back into the stream; of the gradient the same
+        "routing": Needed(bytes=2 * (2 * copies + 2 * c.n_routed + c.n_routed) * row),
         # queries and keys in and out
         "rotary forward": Needed(bytes=c.n_layers * 2 * turned),
         # gradients of queries, keys and values in and, packed, out; under a norm queries and keys too

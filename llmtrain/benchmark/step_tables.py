@@ -18,7 +18,8 @@ def title(data: dict[str, Any], what: str) -> list[str]:
         f"# {what}",
         "",
         f"d_model {m.d_model}, {m.n_layers} layers, {m.n_heads} heads and {m.n_kv_heads} kv heads of {m.head_dim}, "
-        f"d_ff {m.d_ff}, vocabulary {m.vocab_size}: {data['parameters'] / 1e6:.1f}M parameters; batch {shape}, "
+        f"{m.feed_forward_words()}, vocabulary {m.vocab_size}: {data['parameters'] / 1e6:.1f}M parameters, "
+        f"{data['active_parameters'] / 1e6:.1f}M active; batch {shape}, "
         f"{data['precision']}, on {data['device']}.",
         "",
         headline(data["machine"]),

@@ -58,8 +58,6 @@ def run_sweep(
     }
 
     def taken(row: SweepRow) -> dict[str, Any]:
-        if row.routed:
-            return row.as_dict() | {"status": "waiting", "reason": "waits for expert layers", "contended": []}
         card = card_state() if on_card else None
         before = contention(card, None if on_card else cpu_busy_share())
         result = run_row(row, timing, sweep.row_timeout)

@@ -6,6 +6,7 @@ from typing import Any
 
 from llmtrain.benchmark.machine import headline
 from llmtrain.benchmark.statistics import NOISY_SPREAD
+from llmtrain.model.config import OF_EXPERTS
 from llmtrain.storage.atomic import write_bytes, write_json
 from llmtrain.storage.errors import write_error
 
@@ -51,15 +52,14 @@ def marks(row: dict[str, Any]) -> str:
 
 SWEEP_HEADER = (
     "row", "tok/s", "spread", "step ms", "MFLOP/token exact", "classic", "TFLOP/s", "MFU", "classic MFU",
-    "allocator GiB", "device GiB", "host GiB", "parameters", "active", "first step s", "",
+    "allocator GiB", "device GiB", "host GiB", "parameters", "active", "sparsity", "first step s", "",
 )  # fmt: skip
 
 
 def sweep_cells(row: dict[str, Any]) -> list[str]:
-    if row["status"] == "waiting":
-        return [row["name"], "waiting", *[""] * 13, marks(row)]
     costs = [figure(row["flops_per_token"], ".1f", 1e-6), figure(row["classic_flops_per_token"], ".1f", 1e-6)]
-    sizes = [f"{row['parameters'] / 1e6:.2f}M", f"{row['active_parameters'] / 1e6:.2f}M"]
+    total, active = row["parameters"], row["active_parameters"]
+    sizes = [f"{total / 1e6:.2f}M", f"{active / 1e6:.2f}M", f"{total / active:.2f}x"]
     if row["status"] != "ok":
         word = {"oom": "out of memory", "failed": "failed"}[row["status"]]
         return [row["name"], word, "", "", *costs, *[""] * 6, *sizes, "", marks(row)]
@@ -79,6 +79,29 @@ def sweep_cells(row: dict[str, Any]) -> list[str]:
         f"{row['first_step_s']:.1f}",
         marks(row),
     ]
+
+
+def dense_against_routed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each routed row whose shape there is a dense row of: the same but for the experts."""
+
+    def dense_shape(row: dict[str, Any]) -> dict[str, Any]:
+        model = {name: value for name, value in row["shape"]["model"].items() if name not in ("moe", *OF_EXPERTS)}
+        return {**row["shape"], "model": model}
+
+    measured = [row for row in rows if row["status"] == "ok"]
+    lines = []
+    for routed in measured:
+        if not routed["shape"]["model"].get("moe"):
+            continue
+        for dense in measured:
+            if not dense["shape"]["model"].get("moe") and dense_shape(dense) == dense_shape(routed):
+                lines.append(
+                    f"- Dense against routed: {dense['name']} over {routed['name']} is {dense['tok_per_s']:,.0f} / "
+                    f"{routed['tok_per_s']:,.0f} = {dense['tok_per_s'] / routed['tok_per_s']:.3f}, with "
+                    f"{dense['active_parameters'] / 1e6:.2f}M against {routed['active_parameters'] / 1e6:.2f}M active "
+                    f"parameters, {dense['parameters'] / 1e6:.2f}M against {routed['parameters'] / 1e6:.2f}M in all."
+                )
+    return lines
 
 
 def sweep_markdown(data: dict[str, Any], source: str) -> str:
@@ -106,14 +129,16 @@ def sweep_markdown(data: dict[str, Any], source: str) -> str:
             f"{abs(replicate['tok_per_s'] / first['tok_per_s'] - 1):.1%} from its first figure.",
             "",
         ]
+    lines += dense_against_routed(rows)
     lines += [f"- {row['name']}: {row['reason']}." for row in rows if row["status"] != "ok"]
     lines += [f"- {row['name']}: contended: {'; '.join(row['contended'])}." for row in rows if row["contended"]]
     if lines[-1]:
         lines.append("")
     lines += [
-        "MFU is exact FLOPs (6 a matmul parameter, causal pairs only) over the card's dense bf16 peak; classic counts "
-        "6 a parameter and attention in full. Allocator is what tensors took at the peak, device what the card lost to "
-        "the process, context and graphs included. `~`: bursts spread over 5%. `c`: the machine was not idle.",
+        "MFU is exact FLOPs (6 an active matmul parameter, causal pairs only) over the card's dense bf16 peak; classic "
+        "counts 6 an active parameter and attention in full; sparsity is all parameters over the active. Allocator "
+        "is what tensors took at the peak, device what the card lost to the process, context and graphs included. `~`: "
+        "bursts spread over 5%. `c`: the machine was not idle.",
         "",
     ]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,10 +76,15 @@ def kind_of(path: Path) -> Literal["token file", "checkpoint", "run"]:
 
 
 def model_line(model: dict[str, Any], parameters: int) -> str:
-    heads = f"{model['n_heads']}/{model['n_kv_heads']} heads of {model['head_dim']}"
+    from llmtrain.model.config import ModelConfig
+    from llmtrain.model.flops import parameter_counts
+
+    c = ModelConfig(**{field.name: model[field.name] for field in fields(ModelConfig) if field.name in model})
+    active = f", {parameter_counts(c).active:,} active" if c.moe else ""
     return (
-        f"{parameters:,} parameters: d_model {model['d_model']}, {model['n_layers']} layers, {heads}, "
-        f"d_ff {model['d_ff']}, vocabulary {model['vocab_size']:,}, up to {model['max_seq_len']:,} tokens"
+        f"{parameters:,} parameters{active}: d_model {c.d_model}, {c.n_layers} layers, "
+        f"{c.n_heads}/{c.n_kv_heads} heads of {c.head_dim}, {c.feed_forward_words()}, vocabulary {c.vocab_size:,}, "
+        f"up to {c.max_seq_len:,} tokens"
     )
 
 

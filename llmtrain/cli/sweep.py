@@ -12,7 +12,7 @@ from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import InternalError, UsageError, read_error
 
 TABLES = {"sweep", "timing", "model", "rows"}
-ROW_KEYS = {"name", "batch_size", "seq_len", "accumulate", "model", "routed"}
+ROW_KEYS = {"name", "batch_size", "seq_len", "accumulate", "model"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
             shape = Shape(model, row["batch_size"], row["seq_len"], row.get("accumulate", 1))
         except (ValueError, TypeError) as error:
             raise UsageError(f"{where}: {error}") from error
-        rows.append(SweepRow(row["name"], shape, row.get("routed", False)))
+        rows.append(SweepRow(row["name"], shape))
     return rows
 
 

@@ -1,11 +1,16 @@
 """The shape of a model. Imports no torch: the command line reads it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 CheckpointActivations = Literal["none", "selective", "full"]
 """What the backward runs again instead of keeping it."""
+
+OF_EXPERTS = (
+    "n_experts", "experts_per_token", "moe_d_ff", "n_shared_experts", "moe_layers", "balance_loss", "router_z_loss"
+)  # fmt: skip
+"""Fields that say nothing without moe."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,22 @@ class ModelConfig:
     """Width of the SwiGLU feed-forward, in features."""
     max_seq_len: int = 0
     """Longest context the model can be run at, in tokens; 0: twice the training length."""
+    moe: bool = False
+    """Routed experts in place of the feed-forward of the later layers: each token meets the few that a router picks."""
+    n_experts: int = 8
+    """With moe: experts of a routed layer, 256 at most."""
+    experts_per_token: int = 2
+    """With moe: experts that each token meets."""
+    moe_d_ff: int = 0
+    """With moe: width of one expert, in features; 0: a quarter of d_ff."""
+    n_shared_experts: int = 1
+    """With moe: experts more, as one of their joint width, that every token meets; 0: none."""
+    moe_layers: int = 0
+    """With moe: how many layers are routed, counted from the last; 0: all but the first quarter."""
+    balance_loss: float = 0.01
+    """With moe: weight of the loss that keeps the experts of each sequence evenly used; 0: none."""
+    router_z_loss: float = 1e-3
+    """With moe: weight of the squared log-partition of the routers' logits; 0: none."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the head's."""
     qk_norm: bool = False
@@ -40,10 +61,10 @@ class ModelConfig:
     """Standard deviation of initial weights; the two projections into the residual stream get it / sqrt(2 n_layers)."""
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"):
+        for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
-        for name in ("vocab_size", "max_seq_len"):
+        for name in ("vocab_size", "max_seq_len", "moe_d_ff", "n_shared_experts", "moe_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.vocab_size > 65536:
@@ -52,11 +73,59 @@ class ModelConfig:
             raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: change one")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss must be 0 or more, not {self.z_loss}")
+        self._check_experts()
+        for name in ("z_loss", "balance_loss", "router_z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("rope_theta", "norm_eps", "init_std"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+
+    def _check_experts(self) -> None:
+        if not self.moe:
+            defaults = {field.name: field.default for field in fields(self)}
+            for name in OF_EXPERTS:
+                if (value := getattr(self, name)) != defaults[name]:
+                    raise ValueError(f"{name} {value} is of routed experts: give moe too, or leave it out")
+            return
+        if not self.experts_per_token <= self.n_experts <= 256:
+            raise ValueError(
+                f"n_experts must be from experts_per_token ({self.experts_per_token}) to 256, not {self.n_experts}"
+            )
+        if self.moe_layers > self.n_layers:
+            raise ValueError(f"moe_layers {self.moe_layers} are more than n_layers {self.n_layers}")
+        if self.expert_width < 1:
+            raise ValueError(f"moe_d_ff 0 is a quarter of d_ff, which {self.d_ff} has none of: give it")
+
+    @property
+    def expert_width(self) -> int:
+        """moe_d_ff, once 0 has become a number."""
+        return self.moe_d_ff or self.d_ff // 4
+
+    @property
+    def shared_width(self) -> int:
+        """Width of what every token meets in a routed layer; 0 where there is none."""
+        return self.n_shared_experts * self.expert_width
+
+    @property
+    def n_routed(self) -> int:
+        """Layers with experts."""
+        return (self.moe_layers or self.n_layers - self.n_layers // 4) if self.moe else 0
+
+    def is_routed(self, layer: int) -> bool:
+        """Whether a layer, by its number from 0, has experts."""
+        return layer >= self.n_layers - self.n_routed
+
+    def feed_forward_words(self) -> str:
+        """Its feed-forwards, for a person."""
+        if not self.moe:
+            return f"d_ff {self.d_ff}"
+        dense = f"d_ff {self.d_ff}, " if self.n_routed < self.n_layers else ""
+        shared = f" and {self.n_shared_experts} that all share" if self.n_shared_experts else ""
+        return (
+            f"{dense}{self.n_routed} layers of {self.n_experts} experts of {self.expert_width}, of which a token meets "
+            f"{self.experts_per_token}{shared}"
+        )
 
     @property
     def qkv_width(self) -> int:

@@ -30,12 +30,14 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     """Counts from the shape alone."""
     c = config
     attention = c.d_model * c.qkv_width + c.n_heads * c.head_dim * c.d_model
-    feed_forward = 3 * c.d_model * c.d_ff
+    expert = 3 * c.d_model * c.expert_width
+    idle = c.n_routed * (c.n_experts - c.experts_per_token) * expert
+    routed = c.n_experts * (expert + c.d_model) + 3 * c.d_model * c.shared_width
     norms = 2 * c.d_model + (2 * c.head_dim if c.qk_norm else 0)
     matrix = c.vocab_size * c.d_model
-    blocks = c.n_layers * (attention + feed_forward)
+    blocks = c.n_layers * attention + (c.n_layers - c.n_routed) * 3 * c.d_model * c.d_ff + c.n_routed * routed
     total = blocks + c.n_layers * norms + c.d_model + (1 if c.tie_embeddings else 2) * matrix
-    return ParameterCounts(total=total, active=total, in_matmuls=blocks + matrix)
+    return ParameterCounts(total=total, active=total - idle, in_matmuls=blocks - idle + matrix)
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -75,10 +77,11 @@ def rerun_flops_per_token(
     if checkpoint_activations != "full":
         return 0.0
     c = config
-    block = c.d_model * (c.qkv_width + c.n_heads * c.head_dim + 2 * c.d_ff)
+    routed = c.n_experts + 2 * c.experts_per_token * c.expert_width + 2 * c.shared_width
+    widths = c.n_layers * (c.qkv_width + c.n_heads * c.head_dim) + (c.n_layers - c.n_routed) * 2 * c.d_ff
     if pairs is None:
         pairs = causal_pairs(seq_len) / seq_len
-    return 2 * c.n_layers * block + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
+    return 2 * c.d_model * (widths + c.n_routed * routed) + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
 
 
 def classic_flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -2,9 +2,9 @@
 
 Derived from what each autograd function saves (`save_for_backward` in kernels/) and from the order of the backward.
 n tokens of a micro-batch, numbers of `width` bytes; d, q, kv and f are the widths of the stream, of queries, of keys
-(and of values) and of the feed-forward. What is small beside a row of d (loss sums, partial sums of the norms' weights)
-is left out. On a CPU the references of some ops take more for a moment, in FP32; of that the head's is counted, which
-is by far the most.
+(and of values) and of the feed-forward, or of all experts that a token meets. What is small beside a row of d (loss
+sums, partial sums of the norms' weights) is left out. On a CPU the references of some ops take more for a moment, in
+FP32; of that the head's is counted, which is by far the most.
 """
 
 from dataclasses import dataclass
@@ -51,10 +51,11 @@ class MemoryPlan:
 
 def kept_by_layer(
     c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int,
-    document_mask: bool = False,
+    document_mask: bool = False, routed: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What one block keeps for its backward."""
-    d, q, kv, f = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_ff
+    """What one block keeps for its backward, one with experts where it is `routed`."""
+    d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    f = c.experts_per_token * c.expert_width + c.shared_width if routed else c.d_ff  # that a token meets
     if checkpoint_activations == "full":
         return {"stream": d * n * width}
     selective = checkpoint_activations == "selective"
@@ -67,6 +68,7 @@ def kept_by_layer(
         "attention": q * n * width,
         "gate and up": 2 * f * n * width,
         "SwiGLU": 0 if selective else f * n * width,
+        "routing": routing_bytes(c, n, seq_len) if routed else 0,
     }
     if selective and not c.qk_norm:
         kept["qkv"] = kv * n * width  # a copy of v
@@ -80,6 +82,41 @@ def kept_by_layer(
     if attention == TRITON and not document_mask:
         kept["statistics"] += 4 * n  # where each query's document begins, which is the batch's own with a mask
     return kept
+
+
+def routing_bytes(c: ModelConfig, n: int, seq_len: int) -> int:
+    """Logits in FP32, and of each choice its expert, weight and three indices; ends and the losses' shares."""
+    indices = (4 * c.n_experts + (1 + 4 + 3 * 4) * c.experts_per_token) * n
+    return indices + 4 * c.n_experts + 4 * (c.n_experts + 1) * (n // seq_len)
+
+
+def feed_forward_backward(c: ModelConfig, n: int, width: int, selective: bool, routed: bool) -> int:
+    """The most bytes that there are, beside what is kept and the stream's gradient, in the backward of such a layer.
+
+    Negative terms are what had been kept and is gone by then.
+    """
+
+    def dense(f: int) -> int:
+        # the product's gradient, and with that either the product made again or the gradient of gate and up, by when
+        # the product has gone
+        return f * n * width + max(f * n if selective else 0, 2 * f * n - (0 if selective else f * n)) * width
+
+    if not routed:
+        return dense(c.d_ff)
+    copies = c.experts_per_token * n
+    row, sums, hidden = c.d_model * copies * width, c.d_model * n * width, c.expert_width * copies * width
+    product = 0 if selective else hidden
+    of_router = 4 * copies  # gradients of the weights
+    most = max(
+        row + hidden,  # copies of the stream's gradient, and the product's gradient
+        hidden + (hidden if selective else 0),  # the product made again
+        of_router + hidden + 2 * hidden - product,  # the gradient of gate and up
+        of_router + (sums if selective else 0) - product,  # the input made again; gate and up went for their gradient
+        of_router + c.n_experts * n * width + row + sums - product,  # the gradient of the input's copies and its sum
+    )
+    if c.shared_width:  # the sum stays, and all that the experts kept is gone
+        most = max(most, sums - 2 * hidden - product - routing_bytes(c, n, n) + dense(c.shared_width))
+    return most
 
 
 def attention_backward(c: ModelConfig, n: int, width: int, attention: str) -> int:
@@ -109,7 +146,7 @@ def training_memory(
     """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs; `verify`: with the
     copy of the state from which a step is run again; `references`: the other ops run as such rather than as kernels."""
     c, n = config, batch_size * seq_len
-    d, f, q = c.d_model, c.d_ff, c.n_heads * c.head_dim
+    d, q = c.d_model, c.n_heads * c.head_dim
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     width = dtype.itemsize
     device = torch.device(device)
@@ -124,8 +161,15 @@ def training_memory(
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
     }
 
-    layer = kept_by_layer(c, n, width, checkpoint_activations, attention, seq_len, document_mask)
-    activations = {name: c.n_layers * size for name, size in layer.items() if size}
+    def layer_keeps(mode: CheckpointActivations, routed: bool) -> dict[str, int]:
+        return kept_by_layer(c, n, width, mode, attention, seq_len, document_mask, routed)
+
+    activations: dict[str, int] = {}
+    for routed, layers in ((False, c.n_layers - c.n_routed), (True, c.n_routed)):
+        for name, size in layer_keeps(checkpoint_activations, routed).items():
+            if size and layers:
+                activations[name] = activations.get(name, 0) + layers * size
+    layer = layer_keeps("none" if checkpoint_activations == "full" else checkpoint_activations, c.moe)  # the last one
     row = d * n * width
     activations["stream"] += row  # the last norm's
     activations["statistics"] = activations.get("statistics", 0) + 4 * n
@@ -135,19 +179,15 @@ def training_memory(
     if references:  # logits in FP32 where they are not, two steps of their gradient
         logits += (3 if width < 4 else 2) * chunk * c.vocab_size * 4
     final = row + 4 * n  # what the last norm keeps, gone when the blocks' backward begins
-    again = 0
-    if checkpoint_activations == "full":
-        layer = kept_by_layer(c, n, width, "none", attention, seq_len, document_mask)
-        again = sum(layer.values())  # its input is there already, but the result that nobody reads takes as much
+    # In a block that runs again its input is there already, but the result that nobody reads takes as much.
+    again = sum(layer.values()) if checkpoint_activations == "full" else 0
     of_feed_forward = layer["gate and up"] + layer["SwiGLU"] + layer["normed rows"] // 2 + row + 4 * n
-    remade = f * n * width if checkpoint_activations == "selective" else 0
+    of_feed_forward += layer["routing"]
+    selective = checkpoint_activations == "selective"
     passing = {
         # the last norm's rows and their gradient, a chunk of logits, two losses a token
         "head": 2 * row + logits + 8 * n,
-        # the stream's gradient, then the product's, and with that either the product made again or the gradient of gate
-        # and up, by when the product has gone
-        "feed-forward's backward": again - final + row + f * n * width
-        + max(remade, 2 * f * n * width - layer["SwiGLU"]),
+        "feed-forward's backward": again - final + row + feed_forward_backward(c, n, width, selective, c.moe),
         # the stream's gradient, twice in a block that runs again, and that of attention's result
         "attention's backward": again - final - of_feed_forward + (2 if again else 1) * row + q * n * width
         + attention_backward(c, n, width, attention),
@@ -172,6 +212,8 @@ def evaluation_memory(
     chunk = chunk_rows(n, c.vocab_size, dtype, torch.device(device))
     # A block's input, its two norms' rows and the stream; then what is made of them.
     of_attention = (3 * d + q + 2 * kv + q + kv + q + repeated) * n
-    of_feed_forward = (4 * d + 3 * f) * n
+    dense = 0 if c.n_routed == c.n_layers else 3 * f
+    routed = c.experts_per_token * (3 * c.expert_width + d) if c.moe else 0
+    of_feed_forward = (4 * d + max(dense, routed, 3 * c.shared_width if c.moe else 0)) * n
     of_head = d * n + chunk * (-(-c.vocab_size // 64) * 64)
     return dtype.itemsize * max(of_attention, of_feed_forward, of_head) + 8 * n

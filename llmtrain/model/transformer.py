@@ -1,4 +1,4 @@
-"""The transformer: pre-norm blocks of rotary grouped-query attention and SwiGLU, tied or untied head.
+"""The transformer: pre-norm blocks of rotary grouped-query attention and SwiGLU or routed experts, tied or untied head.
 
 Weights are FP32 masters; activations run in `compute_dtype`. The last matmul of each branch adds into the residual
 stream, of which the norm in front of the branch hands on a copy.
@@ -8,7 +8,7 @@ all but what is cheap for its bytes, "full" only each block's input: the block r
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from llmtrain.kernels.attention import attention
 from llmtrain.kernels.cross_entropy import IGNORED, head_loss
 from llmtrain.kernels.embedding import embedding
+from llmtrain.kernels.experts import routed_experts
 from llmtrain.kernels.linear import Remake, linear, linear_add
 from llmtrain.kernels.rerun import rerun
 from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
 from llmtrain.kernels.rotary import rotary_qkv, rotary_tables
+from llmtrain.kernels.routing import Balance
 from llmtrain.kernels.swiglu import swiglu
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 
@@ -31,7 +33,8 @@ class LossSums:
     lm: Tensor
     """Cross-entropy, in nats."""
     aux: Tensor
-    """z-loss (and, with experts, balance losses), already weighted."""
+    """z-loss and, with experts, the routers' losses, already weighted. Of the latter it is a number alone: their
+    gradient is added in the backward of the experts."""
     n_targets: Tensor
     """Targets that count, int64."""
 
@@ -114,6 +117,10 @@ class Context:
     doc_start: Tensor | None
     cache: KVCache | None
     checkpoint_activations: CheckpointActivations
+    balance: Balance | None = None
+    """What the routers' losses are made with, where they are wanted."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of the routed layers up to now."""
 
     def remade(self, remake: Remake) -> Remake | None:
         """`remake`, where such rows are not kept."""
@@ -152,10 +159,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU; gate and up come from one matrix, gate's rows first."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, d_model: int, width: int) -> None:
         super().__init__()
-        self.gate_up = Linear(config.d_model, 2 * config.d_ff)
-        self.down = Linear(config.d_ff, config.d_model)
+        self.gate_up = Linear(d_model, 2 * width)
+        self.down = Linear(width, d_model)
 
     def forward(self, x: Tensor, h: Tensor, context: Context, remake: Remake | None, result: bool) -> Tensor:
         """x: the normed stream (B, T, d_model), h: the stream, overwritten with what is returned: h + SwiGLU(x)."""
@@ -163,13 +170,46 @@ class FeedForward(nn.Module):
         return self.down.add(swiglu(gate_up), h, context.remade(lambda: swiglu(gate_up)), result)
 
 
-class Block(nn.Module):
+class Experts(nn.Module):
+    """The matrices (n_experts, n_out, n_in) of all experts of a layer."""
+
+    def __init__(self, n_experts: int, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
+
+
+class RoutedFeedForward(nn.Module):
+    """SwiGLU experts, of which a router picks each token's, and perhaps one that every token meets."""
+
     def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.k = config.experts_per_token
+        self.router = Linear(config.d_model, config.n_experts)
+        self.gate_up = Experts(config.n_experts, config.d_model, 2 * config.expert_width)
+        self.down = Experts(config.n_experts, config.expert_width, config.d_model)
+        self.shared = FeedForward(config.d_model, config.shared_width) if config.n_shared_experts else None
+
+    def forward(self, x: Tensor, h: Tensor, context: Context, remake: Remake | None, result: bool) -> Tensor:
+        """As FeedForward's. Without `result` it runs again, and the losses are counted already."""
+        if self.shared is not None:
+            h = self.shared(x, h, context, remake, result)
+        h, loss = routed_experts(
+            x, self.router.weight, self.gate_up.weight, self.down.weight, h, self.k, context.balance,
+            remake=remake, keep_product=context.checkpoint_activations != "selective", result=result,
+        )  # fmt: skip
+        if loss is not None and result:
+            context.losses.append(loss)
+        return h
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        routed = config.is_routed(layer)
+        self.feed_forward = RoutedFeedForward(config) if routed else FeedForward(config.d_model, config.d_ff)
 
     def forward(self, h: Tensor, layer: int, context: Context) -> Tensor:
         """h: the residual stream (B, T, d_model) -> the stream after this block."""
@@ -212,7 +252,7 @@ class Transformer(nn.Module):
             self.embedding = Embedding(config.vocab_size, config.d_model) if embedding or tied_head else None
             self.reads_ids = embedding
             stage = range(config.n_layers) if layers is None else layers
-            self.layers = nn.ModuleDict({str(i): Block(config) for i in stage})
+            self.layers = nn.ModuleDict({str(i): Block(config, i) for i in stage})
             self.norm = RMSNorm(config.d_model, config.norm_eps) if head else None
             self.head = Linear(config.d_model, config.vocab_size) if head and not config.tie_embeddings else None
         cos, sin = rotary_tables(config.max_seq_len, config.head_dim, config.rope_theta, device)
@@ -227,7 +267,7 @@ class Transformer(nn.Module):
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            into_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            into_residual = name.endswith(("attention.out.weight", ".down.weight"))
             std = self.config.init_std / ((2 * self.config.n_layers) ** 0.5 if into_residual else 1.0)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -247,11 +287,14 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         doc_start: Tensor | None = None,
         cache: KVCache | None = None,
+        balance: Balance | None = None,
+        losses: list[Tensor] | None = None,
     ) -> Tensor:
         """x: ids (B, T) int64, or hidden states (B, T, d_model) where the stage has no embedding.
 
         Returns the hidden states (B, T, d_model), normalised where the stage has the head. positions (T,) or (B, T):
-        default the columns, behind the cache's. doc_start (B, T): the first column each token may attend to.
+        default the columns, behind the cache's. doc_start (B, T): the first column each token may attend to. balance:
+        what the routers' losses are made with, which are then appended to `losses`, one a routed layer.
         """
         offset = 0 if cache is None else cache.length
         end = offset + x.shape[1]
@@ -261,7 +304,8 @@ class Transformer(nn.Module):
             cos, sin = self.cos[offset:end], self.sin[offset:end]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
-        context = Context(cos, sin, doc_start, cache, self.checkpoint_activations)
+        losses = [] if losses is None else losses
+        context = Context(cos, sin, doc_start, cache, self.checkpoint_activations, balance, losses)
 
         h = x
         if self.reads_ids:
@@ -277,10 +321,18 @@ class Transformer(nn.Module):
         """hidden: (B, T, d_model) -> (B, T, vocab_size) in the compute dtype. For decoding; training uses `loss`."""
         return linear(hidden, self.head_weight)
 
+    def balance(self, targets: Tensor) -> Balance | None:
+        """What the routers' losses of a batch are made with, targets (B, T) as in `loss`; None without experts."""
+        c = self.config
+        return Balance((targets != IGNORED).sum(1), c.balance_loss, c.router_z_loss) if c.moe else None
+
     def loss(self, x: Tensor, targets: Tensor, doc_start: Tensor | None = None) -> LossSums:
         """x as in forward, targets (B, T) int64 with IGNORED where nothing is to be predicted."""
-        hidden = self.forward(x, doc_start=doc_start)
+        losses: list[Tensor] = []
+        hidden = self.forward(x, doc_start=doc_start, balance=self.balance(targets), losses=losses)
         rows = hidden.reshape(-1, hidden.shape[-1])  # (B T, d_model)
         flat = targets.reshape(-1)
-        lm, z = head_loss(rows, self.head_weight, flat, self.config.z_loss)
-        return LossSums(lm, z, (flat != IGNORED).sum())
+        lm, aux = head_loss(rows, self.head_weight, flat, self.config.z_loss)
+        for loss in losses:
+            aux = aux + loss
+        return LossSums(lm, aux, (flat != IGNORED).sum())

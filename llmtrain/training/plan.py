@@ -183,7 +183,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     lines = [
         f"model       {counts.total:,} parameters, {counts.active:,} active: "
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
-        f"{model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size:,}",
+        f"{model.head_dim}, {model.feed_forward_words()}, vocabulary {model.vocab_size:,}",
         f"device      {devices}, {run.precision}" + (", deterministic" if run.deterministic else ""),
         f"attention   {plan.attention.name}: {plan.attention.why}" + documents,
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "

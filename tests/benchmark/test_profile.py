@@ -45,9 +45,12 @@ def test_each_triton_kernel_has_a_name_of_its_own_that_says_its_part():
         "cross_entropy": {"head softmax"},
         "document_attention": {"attention"},
         "embedding": {"embedding"},
+        "experts": {"routing", "swiglu forward", "swiglu backward"},
+        "grouped": {"matmul"},
         "partials": {"rmsnorm backward"},
         "rmsnorm": {"rmsnorm forward", "rmsnorm backward"},
         "rotary": {"rotary forward", "rotary backward"},
+        "routing": {"routing"},
         "swiglu": {"swiglu forward", "swiglu backward"},
     }
     seen: list[str] = []

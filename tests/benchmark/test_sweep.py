@@ -12,6 +12,7 @@ from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
 from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_table
 from llmtrain.cli.sweep import command, rows_from
 from llmtrain.model.config import ModelConfig
+from llmtrain.model.flops import parameter_counts
 from llmtrain.storage.errors import InputMissing, InternalError, UsageError
 
 TINY = ModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, max_seq_len=16)
@@ -50,7 +51,7 @@ model = { vocab_size = 65536, d_model = 1073741824 }
 name = "routed"
 batch_size = 2
 seq_len = 8
-routed = true
+model = { moe = true, n_experts = 4, n_shared_experts = 0 }
 [[rows]]
 name = "small"
 batch_size = 2
@@ -85,14 +86,14 @@ def test_a_sweep_writes_its_table_and_goes_on_after_a_row_that_does_not_fit(tmp_
     data = json.loads((tmp_path / "docs" / "data" / "table.json").read_text())
     big, routed, small = data["rows"]
     assert big["status"] == "oom" and "allocate memory" in big["reason"]
-    assert routed["status"] == "waiting" and "tok_per_s" not in routed
+    assert routed["status"] == "ok" and routed["parameters"] - routed["active_parameters"] == 2 * 3 * 16 * 8
     assert small["status"] == "ok" and small["tokens_per_step"] == 32
     assert small["tok_per_s"] == pytest.approx(32 / small["step_ms"] * 1e3)
     assert small["tflops"] == pytest.approx(small["tok_per_s"] * small["flops_per_token"] / 1e12)
     assert small["mfu"] is None and small["last_loss"] < small["first_loss"]
     assert small["parameters"] == small["active_parameters"] == 64 * 16 + 16 * 32 + 16 * 16 + 3 * 16 * 32 + 3 * 16
     text = output.read_text()
-    assert "out of memory" in text and "waits for expert layers" in text and f"{small['tok_per_s']:,.0f}" in text
+    assert "out of memory" in text and f"{small['tok_per_s']:,.0f}" in text
 
 
 def test_a_row_that_fails_is_recorded_with_its_last_words(monkeypatch, tmp_path):
@@ -123,6 +124,14 @@ def test_the_first_measured_row_is_taken_again_at_the_end(results):
     assert told[-1]["replicate"]["name"] == "b"
     assert "Floor: b, taken again at the end, gave 1,300 tok/s, 5.3% from" in sweep_markdown(told[-1], "x.json")
     assert "**Unfinished**: 1 of 3" in sweep_markdown(told[0], "x.json")
+
+
+def test_a_routed_row_is_compared_with_the_dense_row_of_its_shape(results):
+    routed, other = replace(TINY, moe=True, n_experts=4), replace(TINY, d_ff=48, moe=True)
+    rows = [SweepRow(name, replace(SHAPE, model=model)) for name, model in (("d", TINY), ("r", routed), ("o", other))]
+    told = results(MEASURED, MEASURED | {"tok_per_s": 1000.0}, MEASURED, rows=rows, config=SweepConfig(replicate=False))
+    text = sweep_markdown(told[-1], "x.json")
+    assert "d over r is 1,234 / 1,000 = 1.234, with 0.00M against" in text and " over o " not in text
 
 
 def test_a_contended_or_scattered_row_is_marked(results):
@@ -169,7 +178,7 @@ def test_a_missing_configuration_and_a_failed_row_have_their_codes(tmp_path, mon
     config = tmp_path / "s.toml"
     config.write_text(CONFIG)
     monkeypatch.setattr(sweep, "run_row", lambda *_: {"status": "failed", "reason": "exit code 1: boom"})
-    with pytest.raises(InternalError, match="2 of 3 rows failed; beyond any memory: exit code 1: boom"):
+    with pytest.raises(InternalError, match="3 of 3 rows failed; beyond any memory: exit code 1: boom"):
         command.main(["--config", str(config), "--output", str(tmp_path / "t.md")], standalone_mode=False)
     assert "| small | failed |" in (tmp_path / "t.md").read_text()
 
@@ -185,7 +194,8 @@ def test_the_presets_of_the_sweep_have_the_shapes_they_name():
 
     path = Path(__file__).parents[2] / "configs" / "sweep.toml"
     rows = rows_from(tomllib.loads(path.read_text()), path)
-    assert len(rows) == 8 and sum(row.routed for row in rows) == 3
+    assert len(rows) == 8 and sum(row.shape.model.moe for row in rows) == 3
+    assert parameter_counts(rows[0].shape.model).total == 55_181_824
     assert {(r.shape.batch_size, r.shape.seq_len) for r in rows} == {(16, 512), (32, 512), (16, 1024), (128, 128)}
     assert replace(rows[6].shape.model, d_model=512, n_layers=8) != rows[2].shape.model
     cpu = path.with_name("sweep-cpu.toml")

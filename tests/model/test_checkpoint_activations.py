@@ -16,6 +16,7 @@ from llmtrain.training.step import TrainStep
 CONFIG = ModelConfig(
     vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=48, max_seq_len=32, z_loss=1e-4
 )
+ROUTED = {"moe": True, "n_experts": 4, "experts_per_token": 2}
 B, T = 2, 24
 
 
@@ -39,7 +40,9 @@ def after_two_steps(mode: str, precision: str, **shape) -> TrainStep:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("shape", [{}, {"tie_embeddings": False, "qk_norm": True}], ids=["plain", "untied, QK-norm"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"tie_embeddings": False, "qk_norm": True}, ROUTED], ids=["plain", "untied, QK-norm", "routed"]
+)
 def test_gradients_and_weights_are_bit_equal_to_those_with_everything_kept(mode, precision, shape):
     kept, again = after_two_steps("none", precision, **shape), after_two_steps(mode, precision, **shape)
     assert kept.flat.grad.abs().sum() > 0
@@ -48,10 +51,12 @@ def test_gradients_and_weights_are_bit_equal_to_those_with_everything_kept(mode,
     assert torch.equal(kept.last, again.last)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_our_kernels_too_get_the_same_bits(mode):
+@pytest.mark.parametrize(
+    "mode, shape", [("selective", {}), ("full", {}), ("full", ROUTED)], ids=["selective", "full", "full, routed"]
+)
+def test_our_kernels_too_get_the_same_bits(mode, shape):
     with choice.forced(choice.TRITON), choice.forced(choice.REFERENCE, "attention", "embedding", "adamw"):
-        kept, again = (after_two_steps(m, "bf16", n_layers=1, d_ff=32) for m in ("none", mode))
+        kept, again = (after_two_steps(m, "bf16", n_layers=1, d_ff=32, **shape) for m in ("none", mode))
     assert choice.ran["rmsnorm"] == choice.ran["swiglu"] == choice.ran["rotary"] == choice.TRITON
     assert torch.equal(kept.flat.grad, again.flat.grad)
 
@@ -87,17 +92,19 @@ class MatmulFlops(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_what_runs_again_is_counted_as_run(mode):
+@pytest.mark.parametrize("shape", [{}, ROUTED], ids=["dense", "routed"])
+def test_what_runs_again_is_counted_as_run(mode, shape):
+    config = dataclasses.replace(CONFIG, **shape)
     step = TrainStep.build(
-        CONFIG, OptimizerConfig(), batch_size=B, seq_len=T, precision="fp32", checkpoint_activations=mode
+        config, OptimizerConfig(), batch_size=B, seq_len=T, precision="fp32", checkpoint_activations=mode
     )
     with MatmulFlops() as counted:
         step.micro_step(*batch(0), first=True)
     # Attention's products are inside its op, where nobody counts them; they are the known third of three.
-    attention = attention_flops(CONFIG, [T]) / T
-    executed = flops_per_token(CONFIG, T) - attention + rerun_flops_per_token(CONFIG, T, mode)
+    attention = attention_flops(config, [T]) / T
+    executed = flops_per_token(config, T) - attention + rerun_flops_per_token(config, T, mode)
     assert counted.total == (executed - (attention / 3 if mode == "full" else 0)) * B * T
-    assert (rerun_flops_per_token(CONFIG, T, mode) > 0) == (mode == "full")
+    assert (rerun_flops_per_token(config, T, mode) > 0) == (mode == "full")
 
 
 def test_an_evaluation_runs_nothing_again():

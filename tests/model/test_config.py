@@ -21,6 +21,13 @@ from llmtrain.model.config import ModelConfig
         ({"init_std": float("nan")}, ["init_std", "nan"]),
         ({"init_std": float("inf")}, ["init_std", "inf"]),
         ({"z_loss": float("nan")}, ["z_loss", "nan"]),
+        ({"n_experts": 16}, ["n_experts 16", "moe"]),
+        ({"moe": True, "n_experts": 257}, ["n_experts", "256", "257"]),
+        ({"moe": True, "n_experts": 4, "experts_per_token": 5}, ["n_experts", "experts_per_token (5)", "4"]),
+        ({"moe": True, "experts_per_token": 0}, ["experts_per_token", "0"]),
+        ({"moe": True, "moe_layers": 9}, ["moe_layers 9", "n_layers 8"]),
+        ({"moe": True, "d_ff": 3}, ["moe_d_ff 0", "3"]),
+        ({"moe": True, "balance_loss": -1.0}, ["balance_loss", "-1.0"]),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_by_name_and_value(fields, words):
@@ -30,4 +37,6 @@ def test_a_shape_that_cannot_be_is_refused_by_name_and_value(fields, words):
 
 
 def test_the_defaults_and_the_largest_vocabulary_are_valid():
+    assert [layer for layer in range(8) if ModelConfig(moe=True).is_routed(layer)] == [2, 3, 4, 5, 6, 7]
+    assert ModelConfig(moe=True, moe_layers=1).n_routed == 1 and ModelConfig(vocab_size=9).n_routed == 0
     assert ModelConfig(vocab_size=65_536).qkv_width == (8 + 2 * 2) * 64

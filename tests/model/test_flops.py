@@ -21,6 +21,10 @@ SHAPES = {
     ),
     "untied": ModelConfig(vocab_size=300, d_model=48, n_layers=3, n_heads=6, n_kv_heads=3, head_dim=16, d_ff=80,
                           max_seq_len=64, tie_embeddings=False, qk_norm=True),
+    "moe-55m": ModelConfig(vocab_size=32000, max_seq_len=2048, moe=True),
+    "routed": ModelConfig(vocab_size=300, d_model=48, n_layers=3, n_heads=6, n_kv_heads=3, head_dim=16, d_ff=80,
+                          max_seq_len=64, moe=True, n_experts=7, experts_per_token=3, moe_d_ff=24, n_shared_experts=0,
+                          moe_layers=2),
 }  # fmt: skip
 
 
@@ -29,14 +33,24 @@ def test_parameters_of_the_presets_are_pinned(shape, total):
     assert parameter_counts(SHAPES[shape]).total == total
 
 
+def test_the_routed_model_has_its_total_and_active_parameters_pinned():
+    counts = parameter_counts(SHAPES["moe-55m"])
+    assert (counts.total, counts.active) == (55_181_824, 35_717_632)  # 55.18M and 35.7M
+    assert parameter_counts(ModelConfig(vocab_size=16384, max_seq_len=8, moe=True)).active == 27_722_240
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_are_those_of_the_model_itself(shape):
     config = SHAPES[shape]
     with torch.device("meta"):
         model = Transformer(config, device="meta")
     counts = parameter_counts(config)
-    assert counts.total == counts.active == sum(p.numel() for p in model.parameters())
+    experts = [m.weight for m in model.modules() if type(m).__name__ == "Experts"]
+    idle = sum(w[config.experts_per_token :].numel() for w in experts)
+    assert len(experts) == 2 * config.n_routed
+    assert counts.total == counts.active + idle == sum(p.numel() for p in model.parameters())
     multiplied = sum(m.weight.numel() for name, m in model.named_modules() if type(m).__name__ == "Linear")
+    multiplied += sum(w.numel() for w in experts) - idle
     if config.tie_embeddings:
         multiplied += model.embedding.weight.numel()
     assert counts.in_matmuls == multiplied
@@ -49,9 +63,13 @@ def flops_by_hand(c: ModelConfig, lengths: list[int], windows: list[int | None])
     forward = 0
     for length in lengths:
         per_token = c.d_model * c.vocab_size  # head
-        for _ in range(c.n_layers):
+        for layer in range(c.n_layers):
             per_token += c.d_model * q + 2 * c.d_model * kv + q * c.d_model  # q, k and v, out
-            per_token += c.d_model * c.d_ff * 2 + c.d_ff * c.d_model  # gate and up, down
+            width = c.d_ff
+            if c.moe and layer >= c.n_layers - c.n_routed:
+                width = (c.experts_per_token + c.n_shared_experts) * c.expert_width
+                per_token += c.d_model * c.n_experts  # router
+            per_token += c.d_model * width * 2 + width * c.d_model  # gate and up, down
         forward += 2 * per_token * length
         for window in windows:
             keys = sum(min(i + 1, window or length) for i in range(length))

@@ -22,7 +22,9 @@ CONFIG = ModelConfig(
 B, T = 2, 128
 SHAPES = {
     "plain": {}, "untied": {"tie_embeddings": False}, "QK-norm": {"qk_norm": True}, "big head": {"vocab_size": 4096},
-    "wide": {"d_ff": 640},
+    "wide": {"d_ff": 640}, "experts": {"moe": True}, "many experts": {"moe": True, "n_experts": 16, "moe_d_ff": 128,
+    "experts_per_token": 4, "n_shared_experts": 0}, "a wide shared expert": {"moe": True, "n_shared_experts": 32},
+    "narrow experts": {"moe": True, "moe_d_ff": 8, "moe_layers": 3, "experts_per_token": 1, "n_shared_experts": 0},
 }  # fmt: skip
 
 
@@ -34,7 +36,8 @@ def kernels_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid):
             return lambda *args, **kwargs: None
 
-    for name in ("adamw", "cross_entropy", "embedding", "partials", "rmsnorm", "rotary", "swiglu"):
+    norms, moe = ("partials", "rmsnorm"), ("experts", "grouped", "routing")
+    for name in ("adamw", "cross_entropy", "embedding", *norms, *moe, "rotary", "swiglu"):
         module = importlib.import_module(f"llmtrain.kernels.{name}")
         kernels = [attribute for attribute in vars(module) if attribute.endswith("_kernel")]
         assert kernels
@@ -99,7 +102,8 @@ def test_the_peak_is_the_allocators(shape, mode):
     by_kernels(lambda: step._micro(True))
     predicted = plan.peak - sum(plan.fixed.values())
     measured = allocated_at_most(lambda: by_kernels(lambda: step._micro(True)))
-    assert measured == pytest.approx(predicted, abs=100)  # sums of losses
+    # Sums of losses; with experts a router's small tensors are not counted moment by moment.
+    assert measured == pytest.approx(predicted, abs=100, rel=0.004 if "expert" in shape else 0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

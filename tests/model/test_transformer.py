@@ -16,6 +16,7 @@ VARIANTS = {
     "tied": CONFIG,
     "untied": replace(CONFIG, tie_embeddings=False),
     "qk_norm": replace(CONFIG, qk_norm=True),
+    "routed": replace(CONFIG, moe=True, n_experts=6, balance_loss=0.1),
 }
 BY_VARIANT = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
@@ -110,12 +111,13 @@ def test_stages_compose_to_the_whole_model_bit_for_bit(config, cuts, dtype):
     doc_start = (torch.arange(12) // 5 * 5).expand(3, 12)
     loss = whole.loss(ids, targets, doc_start)
     (loss.lm + loss.aux).backward()
-    x = ids
+    x, balance, losses = ids, whole.balance(targets), []
     for stage in stages[:-1]:
-        x = stage(x, doc_start=doc_start)
+        x = stage(x, doc_start=doc_start, balance=balance, losses=losses)
     staged = stages[-1].loss(x, targets, doc_start)
     (staged.lm + staged.aux).backward()
-    assert loss.lm.item() == staged.lm.item() and loss.aux.item() == staged.aux.item()
+    assert loss.lm.item() == staged.lm.item()
+    assert loss.aux.item() == pytest.approx(staged.aux.item() + sum(x.item() for x in losses), rel=1e-6)
     with torch.no_grad():
         x = ids
         for stage in stages:

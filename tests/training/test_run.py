@@ -120,6 +120,27 @@ def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(
         run.train(config(corpus, tmp_path / "run"), resume=True)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_routed_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monkeypatch, capsys, mode):
+    def settings(name: str) -> TrainConfig:
+        of_run = config(corpus, tmp_path / name, run={"precision": "bf16", "checkpoint_activations": mode})
+        model = replace(of_run.model, moe=True, n_experts=6)
+        return replace(of_run, model=model, data=replace(of_run.data, val_tokens=(str(corpus),)))
+
+    run.train(settings("whole"), resume=False)
+    assert "2 layers of 6 experts of 12, of which a token meets 2 and 1 that all share" in capsys.readouterr().out
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 5)
+        run.train(settings("run"), resume=False)
+    run.train(settings("run"), resume=True)
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
+    assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole")
+    assert all(line["aux_loss"] > 0 for line in lines(tmp_path / "run", "train"))
+    with pytest.raises(ConfigMismatch, match="moe is True"):
+        run.train(config(corpus, tmp_path / "run", run={"precision": "bf16"}), resume=True)
+
+
 def test_resumed_twice_ends_in_the_same_bits(corpus, undisturbed, tmp_path, monkeypatch):
     for k in (2, 5):
         with monkeypatch.context() as patched, pytest.raises(StopRequested):
