@@ -33,6 +33,7 @@ COMMANDS = {
     "service": ("llmtrain.cli.service", "Write a systemd unit that keeps a run going."),
     "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),
     "evaluate": ("llmtrain.cli.evaluate", "Loss, perplexity and bits per byte of a model on a token file."),
+    "export": ("llmtrain.cli.export", "Write a trained model for transformers, vLLM or llama.cpp."),
     "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run holds."),
     "compare": ("llmtrain.cli.compare", "Say whether a run beats another, by more than chance."),
     "verify": ("llmtrain.cli.verify", "Check all checksums of a token file, a checkpoint or a run."),

@@ -50,6 +50,8 @@ class Tokenizer:
     """Whether the characters of its tokens stand for bytes."""
     can_cut: bool
     """Whether its splitting is one of which it is known where it always cuts."""
+    splitting: str | None
+    """Whose splitting it is, where it is known: "gpt2", "llama3" (GPT-4's too) or "qwen2"."""
     plain: str
     """The file's text without added tokens and what else would make ids depend on more than the text."""
 
@@ -71,6 +73,7 @@ class Tokenizer:
         self.added_ids = set(added.values())
         self.byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         self.can_cut = _cuts_are_known(spec)
+        self.splitting = _splitting(spec)
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:
@@ -91,6 +94,11 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without any special token."""
         return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def token(self, number: int) -> str:
+        """The token of an id, as it stands in the file. Raises KeyError."""
+        added = {int(token["id"]): str(token["content"]) for token in json.loads(self.data).get("added_tokens", [])}
+        return added[number] if number in added else {known: text for text, known in self.vocab.items()}[number]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 come as U+FFFD, special tokens as their text."""
@@ -195,8 +203,8 @@ def _bad(file: str, why: str) -> BadData:
 # The patterns of GPT-4, Llama 3 and Qwen 2; GPT-2's is ByteLevel's own.
 _PATTERNS = {
     rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for digits in ("", "{1,3}")
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+": name
+    for digits, name in (("", "qwen2"), ("{1,3}", "llama3"))
 }
 
 
@@ -219,3 +227,16 @@ def _cuts_are_known(spec: dict[str, Any]) -> bool:
             for step in splits
         )
     return all(step.get("use_regex", True) for step in levels)
+
+
+def _splitting(spec: dict[str, Any]) -> str | None:
+    """Whose splitting it is; None where it is none of those known. Qwen 2 composes characters first (NFC)."""
+    splitter = spec.get("pre_tokenizer") or {}
+    steps = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
+    normalizer = (spec.get("normalizer") or {}).get("type")
+    if [step.get("type") for step in steps] == ["ByteLevel"] and normalizer is None:
+        return "gpt2" if steps[0].get("use_regex", True) and not steps[0].get("add_prefix_space", True) else None
+    if [step.get("type") for step in steps] == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        name = _PATTERNS.get((steps[0].get("pattern") or {}).get("Regex", ""))
+        return name if normalizer is None or (normalizer == "NFC" and name == "qwen2") else None
+    return None

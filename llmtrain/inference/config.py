@@ -82,3 +82,17 @@ class EvaluateConfig:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, not {self.batch_size}")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is exported, and as what."""
+
+    output: Path = field(metadata={"metavar": "DIR"})
+    """Folder to make; it must not exist."""
+    format: Literal["hf", "gguf"] = "hf"
+    """hf: what transformers and vLLM load and llama.cpp's converter takes; gguf: one file for llama.cpp."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Type of the exported matrices; auto: what the run computed with, bf16 or fp32."""
+    tokenizer: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """Tokenizer file; default: tokenizer.json of the run directory."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llmtrain.storage.errors import CannotCreate, write_error
+from llmtrain.storage.errors import CannotCreate, LlmtrainError, write_error
 
 PathLike = str | os.PathLike[str]
 
@@ -141,6 +141,64 @@ def publish_folder(work: PathLike, final: PathLike) -> None:
     except OSError as error:
         raise write_error(error, final) from error
     fsync_folder(Path(final).parent)
+
+
+@contextmanager
+def atomic_folder(path: PathLike) -> Iterator[Path]:
+    """A folder to fill, under a temporary name beside `path`, that gets the name `path` when the block ends well: then
+    all of it is on the disk. When the block fails it is gone. What killed makers of the same `path` left is removed
+    first. The folder that `path` lies in is made where it is not there.
+
+    Raises CannotCreate where `path` is taken or the place does not take a folder, StorageFailure."""
+    final = Path(path)
+    if not final.name or os.path.lexists(final):
+        raise write_error(FileExistsError(errno.EEXIST, "exists"), final, "created")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left in _matching(final.parent, rf"{re.escape(f'.{final.name}.')}{_TAG}\.partial"):
+            _remove_where_nobody_works(left)
+        work, descriptor = _open_work(final)
+    except OSError as error:
+        raise write_error(error, final, "created") from error
+    try:
+        try:
+            yield work
+            publish_folder(work, final)
+        except OSError as error:
+            raise write_error(error, final) from error
+    except BaseException:
+        with suppress(LlmtrainError):  # the first failure is the one to tell
+            _delete(work)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _open_work(final: Path) -> tuple[Path, int]:
+    """A new folder beside `final`, locked for as long as its descriptor is open: the lock says that its maker lives."""
+    for tag in _tags():
+        work = final.with_name(f".{final.name}.{tag}.partial")
+        try:
+            work.mkdir()
+        except FileExistsError:
+            continue
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is_at(descriptor, work):
+            return work, descriptor
+        os.close(descriptor)  # another maker of `final` took it for a dead one's before it was locked
+    raise AssertionError("the tags do not end")
+
+
+def _remove_where_nobody_works(work: Path) -> None:
+    with suppress(OSError, LlmtrainError):
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _delete(work)
+        finally:
+            os.close(descriptor)
 
 
 def remove_tree(path: PathLike) -> None:
