@@ -132,7 +132,11 @@ def publish_folder(work: PathLike, final: PathLike) -> None:
 
     Raises CannotCreate where `final` is taken or the place does not allow it, StorageFailure where the disk fails;
     `work` then keeps its name."""
-    for folder, _, names in os.walk(work):
+
+    def unseen(error: OSError) -> None:  # what cannot be listed would be left out
+        raise write_error(error, work) from error
+
+    for folder, _, names in os.walk(work, onerror=unseen):
         for name in names:
             _fsync_file(os.path.join(folder, name))
         fsync_folder(folder)

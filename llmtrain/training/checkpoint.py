@@ -56,13 +56,19 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def list_steps(run_dir: Path) -> list[int]:
-    """Steps that have a folder under their final name, newest first. Other names are nobody's business."""
-    folder = run_dir / "checkpoints"
-    if not folder.is_dir():
-        return []
-    matches = (STEP_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    """Steps that have a folder under their final name, newest first. Other names are nobody's business. Raises as
+    `_entries_of`."""
+    matches = (STEP_NAME.fullmatch(entry.name) for entry in _entries_of(run_dir / "checkpoints") if entry.is_dir())
     steps = {int(match[1]): match.string for match in matches if match}
     return sorted((step for step, name in steps.items() if folder_of(run_dir, step).name == name), reverse=True)
+
+
+def _entries_of(folder: Path) -> list[Path]:
+    """What is in a folder; empty where there is none. Raises InputMissing where it may not be seen, StorageFailure."""
+    try:
+        return list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise read_error(error, folder) from error
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -150,11 +156,10 @@ def save(run_dir: Path, step: int, snapshot: Snapshot, state: dict[str, Any]) ->
 def clear_leftovers(run_dir: Path) -> None:
     """Removes what killed and failed saves and removals left. Only for the holder of the run's lock."""
     folder = run_dir / "checkpoints"
-    if folder.is_dir():
-        for entry in list(folder.iterdir()):
-            if re.fullmatch(STEP_NAME.pattern + r"\.partial", entry.name):
-                atomic.remove_tree(entry)
-        atomic.remove_trash(folder)
+    for entry in _entries_of(folder):
+        if re.fullmatch(STEP_NAME.pattern + r"\.partial", entry.name):
+            atomic.remove_tree(entry)
+    atomic.remove_trash(folder)
 
 
 def rotate(

@@ -40,8 +40,8 @@ def pytest(folder: Path, *files: str) -> Tally:
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     for case in ET.parse(report).iter("testcase"):
         if case.find("skipped") is None:
-            failed = case.find("failure") is not None or case.find("error") is not None
-            tally.add(f"{case.get('name')}: failed" if failed else None)
+            failures = [str(found.get("message")) for kind in ("failure", "error") for found in case.findall(kind)]
+            tally.add(f"{case.get('name')}: {failures[0].splitlines()[0]}" if failures else None)
     return tally
 
 

@@ -218,7 +218,7 @@ def failing_call(n: int, code: int):
     """The n-th call that changes the disk fails, and on a disk that has become read-only every later one. Yields a
     list that holds how many calls there were."""
     calls, lock = [0], threading.Lock()
-    names = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir")
+    names = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "listdir", "scandir", "open")
 
     def fails() -> bool:
         with lock:
