@@ -33,7 +33,7 @@ def export(model: Transformer, tokenizer: Tokenizer | None, output: Path, form: 
     installed, CannotCreate, StorageFailure.
     """
     if form == "gguf":
-        hf.refuse_what_cannot_be_said(model.config, "GGUF")
+        hf.refuse_experts(model.config, "GGUF")
         gguf_file.check(tokenizer)
     config = hf.config_json(model.config, dtype, tokenizer.eos_id if tokenizer else None)
     with atomic.atomic_folder(output) as folder:
@@ -55,7 +55,7 @@ def write_weights(path: Path, model: Transformer, dtype: torch.dtype) -> None:
     ours = dict(model.named_parameters())
     entries = {}
     for name, piece in hf.pieces(model.config).items():
-        tensor = ours[piece.ours][piece.rows].to("cpu", dtype)
+        tensor = piece.of(ours).to("cpu", dtype)
         entries[name] = tensors.TensorEntry(SAFETENSORS_NAMES[dtype], tuple(tensor.shape), _bytes(tensor))
     tensors.write(path, entries, {"format": "pt"})
 

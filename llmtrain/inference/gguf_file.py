@@ -103,7 +103,7 @@ def write(path: Path, model: Transformer, tokenizer: Tokenizer, dtype: str, titl
     _add_tokenizer(gguf, writer, tokenizer, c.vocab_size)
     ours = dict(model.named_parameters())
     for name, piece in hf.pieces(c).items():
-        tensor = ours[piece.ours][piece.rows].cpu()
+        tensor = piece.of(ours).cpu()
         if not c.qk_norm and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = neighbours(tensor, c)
         data, kind = _numbers(gguf, tensor, dtype)

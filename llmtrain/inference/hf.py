@@ -1,49 +1,83 @@
 """How transformers says the same model: config.json and the names and parts of its tensors.
 
-A model with QK-norm is a Qwen3 there, one without a Llama. Both rotate the two halves of a head, as ours does, so no
-matrix has to be reordered; their q, k and v, gate and up are rows of our fused matrices.
+    dense                                     Llama; with QK-norm Qwen3
+    experts in every layer, none shared       Mixtral
+    experts and QK-norm, none shared          Qwen3-MoE
+    experts, without QK-norm                  Qwen2-MoE, which has a gate on the shared expert and nothing to switch it
+                                              off: with weights of 0 it gives a half, and the expert is doubled
+
+All of them rotate the two halves of a head and make the weights of a token's experts sum to 1, as we do, so no matrix
+has to be reordered. Their q, k and v, gate and up are rows of our fused matrices.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import OF_EXPERTS, ModelConfig
 from llmtrain.storage.errors import ConfigMismatch
 
-OF_TRAINING = frozenset({"z_loss", "init_std"})
+OF_TRAINING = frozenset({"z_loss", "init_std", "balance_loss", "router_z_loss"})
 """Fields of a model that its results do not depend on."""
 SAID = frozenset(
     "vocab_size d_model n_layers n_heads n_kv_heads head_dim d_ff max_seq_len tie_embeddings qk_norm rope_theta "
-    "norm_eps".split()
-)
+    "norm_eps moe".split()
+) | frozenset(OF_EXPERTS)
 """Fields that config.json has a word for."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CLASSES = {
+    "llama": "Llama", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"
+}  # fmt: skip
 
 
 class Piece(NamedTuple):
-    """A tensor of theirs as rows of one of ours."""
+    """A tensor of theirs as a part of one of ours."""
 
     ours: str
-    rows: slice = slice(None)
+    rows: slice | tuple[slice, ...] = slice(None)
+    expert: int | None = None
+    scale: float = 1.0
+
+    def of(self, tensors: Mapping[str, Any]) -> Any:
+        """Theirs out of ours, which are by name; a view where it can be."""
+        tensor = tensors[self.ours]
+        tensor = (tensor if self.expert is None else tensor[self.expert])[self.rows]
+        return tensor if self.scale == 1.0 else tensor * self.scale
 
 
-def refuse_what_cannot_be_said(config: ModelConfig, form: str) -> None:
-    """Raises ConfigMismatch naming the first setting of the model that `form` has no word for. A field that this module
-    does not know is refused unless it has its default, so that no export says less than the model does."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+def model_type(config: ModelConfig) -> str:
+    """transformers' name of the kind of model. Raises ConfigMismatch for a setting that no kind of theirs has, and
+    for a field that this module does not know unless it has its default: no export says less than the model does."""
+    c = config
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
         if field.name not in SAID | OF_TRAINING and value != field.default:
-            raise ConfigMismatch(
-                f"the model has {field.name} {value}, for which {form} has no word: use it with llmtrain, or train "
-                "another without that"
-            )
+            raise _refusal(f"{field.name} {value}")
+    if not c.moe:
+        return "qwen3" if c.qk_norm else "llama"
+    if c.qk_norm and c.n_shared_experts:
+        raise _refusal(f"n_shared_experts {c.n_shared_experts} and qk_norm")
+    if c.qk_norm:
+        return "qwen3_moe"
+    return "qwen2_moe" if c.n_shared_experts or c.n_routed < c.n_layers else "mixtral"
+
+
+def _refusal(what: str, form: str = "transformers") -> ConfigMismatch:
+    return ConfigMismatch(
+        f"the model has {what}, for which {form} has no word: use it with llmtrain, or train another without that"
+    )
+
+
+def refuse_experts(config: ModelConfig, form: str) -> None:
+    """Raises ConfigMismatch for a model with experts."""
+    if config.moe:
+        raise _refusal("experts", form)
 
 
 def pieces(config: ModelConfig) -> dict[str, Piece]:
     """Their name of each tensor -> where it lies in ours. A tied head is not among them."""
-    c = config
+    c, kind = config, model_type(config)
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     found = {"model.embed_tokens.weight": Piece("embedding.weight"), "model.norm.weight": Piece("norm.weight")}
     if not c.tie_embeddings:
@@ -57,29 +91,50 @@ def pieces(config: ModelConfig) -> dict[str, Piece]:
             "self_attn.k_proj": Piece("attention.qkv.weight", slice(q, q + kv)),
             "self_attn.v_proj": Piece("attention.qkv.weight", slice(q + kv, q + 2 * kv)),
             "self_attn.o_proj": Piece("attention.out.weight"),
-            "mlp.gate_proj": Piece("feed_forward.gate_up.weight", slice(0, c.d_ff)),
-            "mlp.up_proj": Piece("feed_forward.gate_up.weight", slice(c.d_ff, 2 * c.d_ff)),
-            "mlp.down_proj": Piece("feed_forward.down.weight"),
         }
         if c.qk_norm:
             of_layer["self_attn.q_norm"] = Piece("attention.q_norm.weight")
             of_layer["self_attn.k_norm"] = Piece("attention.k_norm.weight")
-        found |= {f"{theirs}{name}.weight": Piece(ours + piece.ours, piece.rows) for name, piece in of_layer.items()}
+        of_layer |= _routed(c, kind) if c.is_routed(i) else dict(_feed_forward("mlp.", "feed_forward.", c.d_ff))
+        found |= {f"{theirs}{name}.weight": piece._replace(ours=ours + piece.ours) for name, piece in of_layer.items()}
+    return found
+
+
+def _feed_forward(
+    theirs: str, ours: str, width: int, expert: int | None = None, names: tuple[str, ...] = (), double: bool = False
+) -> Iterator[tuple[str, Piece]]:
+    gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
+    yield theirs + gate, Piece(ours + "gate_up.weight", slice(0, width), expert)
+    yield theirs + up, Piece(ours + "gate_up.weight", slice(width, 2 * width), expert)
+    yield theirs + down, Piece(ours + "down.weight", expert=expert, scale=2.0 if double else 1.0)
+
+
+def _routed(c: ModelConfig, kind: str) -> dict[str, Piece]:
+    room, names = ("block_sparse_moe.", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp.", ())
+    found = {room + "gate": Piece("feed_forward.router.weight")}
+    for expert in range(c.n_experts):
+        found |= dict(_feed_forward(f"{room}experts.{expert}.", "feed_forward.", c.expert_width, expert, names))
+    if kind == "qwen2_moe":
+        found[room + "shared_expert_gate"] = Piece("feed_forward.router.weight", slice(0, 1), scale=0.0)
+        theirs, none = room + "shared_expert.", slice(0, 0)
+        if c.n_shared_experts:
+            found |= dict(_feed_forward(theirs, "feed_forward.shared.", c.shared_width, double=True))
+        else:  # one of width 0
+            found[theirs + "gate_proj"] = found[theirs + "up_proj"] = Piece("feed_forward.router.weight", none)
+            found[theirs + "down_proj"] = Piece("attention.out.weight", (slice(None), none))
     return found
 
 
 def config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
     """config.json of the model with weights of `dtype`, one of DTYPES. A document begins behind the end of another, so
-    the token that ends a text also begins one. Raises ConfigMismatch as `refuse_what_cannot_be_said`."""
-    c = config
-    refuse_what_cannot_be_said(c, "config.json")
-    kind = "Qwen3" if c.qk_norm else "Llama"
-    said = {
-        "architectures": [f"{kind}ForCausalLM"],
-        "model_type": kind.lower(),
+    the token that ends a text also begins one. Raises ConfigMismatch as `model_type`."""
+    c, kind = config, model_type(config)
+    said: dict[str, Any] = {
+        "architectures": [f"{CLASSES[kind]}ForCausalLM"],
+        "model_type": kind,
         "vocab_size": c.vocab_size,
         "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
+        "intermediate_size": c.expert_width if kind == "mixtral" else c.d_ff,
         "num_hidden_layers": c.n_layers,
         "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads,
@@ -99,7 +154,21 @@ def config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str
         "bos_token_id": eos_id,
         "eos_token_id": eos_id,
     }
-    return said | ({} if c.qk_norm else {"mlp_bias": False})
+    if kind == "llama":
+        said["mlp_bias"] = False
+    if c.moe:
+        said |= {"num_experts_per_tok": c.experts_per_token, "router_aux_loss_coef": c.balance_loss}
+        said["num_local_experts" if kind == "mixtral" else "num_experts"] = c.n_experts
+    if c.moe and kind != "mixtral":
+        said |= {
+            "norm_topk_prob": True,
+            "moe_intermediate_size": c.expert_width,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i in range(c.n_layers) if not c.is_routed(i)],
+        }
+    if kind == "qwen2_moe":
+        said |= {"qkv_bias": False, "shared_expert_intermediate_size": c.shared_width}
+    return said
 
 
 # What may stand in a config.json only with these values, because our model has nothing else.

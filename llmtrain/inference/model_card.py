@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.corpus.order import parse_sources
+from llmtrain.model.config import ModelConfig
 from llmtrain.storage import atomic
 from llmtrain.storage.journal import JsonLines
 
@@ -91,7 +92,7 @@ def _shape(model: dict[str, Any]) -> list[tuple[str, Any]]:
         ("layers", model["n_layers"]),
         ("width", model["d_model"]),
         ("heads (query / key and value)", f"{model['n_heads']} / {model['n_kv_heads']} of {model['head_dim']}"),
-        ("feed-forward", model["d_ff"]),
+        ("feed-forward", ModelConfig(**model).feed_forward_words()),
         ("vocabulary", f"{model['vocab_size']:,}"),
         ("longest context, in tokens", f"{model['max_seq_len']:,}"),
         ("tied head", model["tie_embeddings"]),
@@ -144,7 +145,7 @@ def curves(train: Sequence[tuple[int, float]], evals: Sequence[dict[str, Any]]) 
             held_out.setdefault(str(line.get("source")), []).append((line["tokens"], line["val_loss"]))
     lines = {"training": _thinned(train), **held_out}
     width, height, left, bottom = 720, 360, 56, 36
-    points = [point for line in lines.values() for point in line]
+    points = [point for series in lines.values() for point in series]
     most = max(tokens for tokens, _ in points) or 1
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     high = max(high, low + 1e-6)
@@ -165,9 +166,9 @@ def curves(train: Sequence[tuple[int, float]], evals: Sequence[dict[str, Any]]) 
         out.append(f'<text x="{left - 6}" y="{y}" text-anchor="end" dominant-baseline="middle">{loss:.3g}</text>')
         anchor = "start" if i == 0 else "end" if i == 4 else "middle"
         out.append(f'<text x="{x}" y="{height - 14}" text-anchor="{anchor}">{_short(tokens)}</text>')
-    for i, (name, line) in enumerate(lines.items()):
+    for i, (name, series) in enumerate(lines.items()):
         colour = colours[i % len(colours)]
-        path = " ".join(place(*point) for point in line)
+        path = " ".join(place(*point) for point in series)
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         out.append(f'<text x="{width - 20}" y="{28 + 16 * i}" text-anchor="end" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"

@@ -22,6 +22,12 @@ SHAPES = {
     "llama": SHAPE,
     "untied": replace(SHAPE, tie_embeddings=False, vocab_size=320),
     "qwen3": replace(SHAPE, qk_norm=True, n_kv_heads=4),
+    "mixtral": replace(SHAPE, moe=True, n_experts=4, n_shared_experts=0, moe_layers=2, moe_d_ff=16),
+    "qwen2_moe": replace(SHAPE, moe=True, n_experts=4, moe_layers=1, n_shared_experts=2, moe_d_ff=16),
+    "qwen2_moe, none shared": replace(SHAPE, moe=True, n_experts=3, moe_layers=1, n_shared_experts=0, moe_d_ff=16),
+    "qwen3_moe": replace(
+        SHAPE, moe=True, n_experts=4, moe_layers=1, n_shared_experts=0, moe_d_ff=16, qk_norm=True, tie_embeddings=False
+    ),
 }
 
 
