@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llmtrain.model.config import CheckpointActivations, ModelConfig
-from llmtrain.training.config import Attention
+from llmtrain.training.config import Attention, Precision
 
 
 def require_positive(config: object, *names: str) -> None:
@@ -24,7 +24,7 @@ class TimingConfig:
     """Bursts timed; the figure is their median, the spread their range."""
     warmup: int = 5
     """Steps before the first burst."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Arithmetic of the matmuls and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto: the card where there is one."""

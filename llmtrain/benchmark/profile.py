@@ -13,6 +13,7 @@ from llmtrain.benchmark.ceilings import measure_ceilings
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.benchmark.step import RandomSteps, model_figures, throughput
 from llmtrain.benchmark.timing import burst, steps_for
+from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import attention_flops, parameter_counts
 from llmtrain.training.start import pick_device
 
@@ -24,6 +25,7 @@ PARTS = [
     ("routing", r"expert_(gather|combine)|_route|_places|sort|searchsorted|arange"),
     ("matmul", r"grouped|gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
     ("optimizer", r"adam|multi_tensor|normtwoops"),
+    ("eight-bit casts", r"fp8_quantise"),
     ("rmsnorm backward", r"rms_?norm_(backward|bwd)|partial_sums"),
     ("rmsnorm forward", r"rms_?norm"),
     ("swiglu backward", r"(swiglu|silu)_(backward|bwd)"),
@@ -65,7 +67,7 @@ def needed(shape: Shape, precision: str) -> dict[str, Needed]:
     """By part, for one step. Each tensor of a part is read once and written once; what a kernel can take from its
     neighbours by fusion is not deducted."""
     c, n = shape.model, shape.tokens_per_step
-    wide = 2 if precision == "bf16" else 4
+    wide = 4 if precision == "fp32" else 2
     row = c.d_model * n * wide
     turned = (c.n_heads + c.n_kv_heads) * c.head_dim * n * wide
     packed = c.qkv_width * n * wide
@@ -87,6 +89,7 @@ def needed(shape: Shape, precision: str) -> dict[str, Needed]:
         "swiglu backward": Needed(bytes=5 * met * n * wide),
         # a row to its copies, and those back into the stream; of the gradient the same
         "routing": Needed(bytes=2 * (2 * copies + 2 * c.n_routed + c.n_routed) * row),
+        **(eight_bit_casts(c, n) if precision == "fp8" else {}),
         # queries and keys in and out
         "rotary forward": Needed(bytes=c.n_layers * 2 * turned),
         # gradients of queries, keys and values in and, packed, out; under a norm queries and keys too
@@ -98,6 +101,14 @@ def needed(shape: Shape, precision: str) -> dict[str, Needed]:
         # gradient twice (its norm needs it first), weight and two moments in and out, the narrow copy out
         "optimizer": Needed(bytes=parameters.total * (32 + (2 if wide == 2 else 0))),
     }
+
+
+def eight_bit_casts(c: ModelConfig, n: int) -> dict[str, Needed]:
+    """Of n tokens, weights aside: each operand in bf16 in and, both ways round, in eight bits out."""
+    attention = c.d_model + c.qkv_width + c.n_heads * c.head_dim + c.d_model  # inputs and gradients of qkv and out
+    dense = (c.n_layers - c.n_routed) * (2 * c.d_model + 3 * c.d_ff)
+    shared = c.n_routed * (2 * c.d_model + 3 * c.shared_width) if c.n_shared_experts else 0
+    return {"eight-bit casts": Needed(bytes=4 * n * (c.n_layers * attention + dense + shared))}
 
 
 def by_name(rows: Iterable[tuple[str, float]], steps: int) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from llmtrain.model.flops import (
 )
 from llmtrain.model.memory import training_memory
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.start import pick_attention, pick_device
+from llmtrain.training.start import check_precision, pick_attention, pick_device
 from llmtrain.training.step import TrainStep
 
 GIB = 2**30
@@ -48,6 +48,7 @@ class RandomSteps:
     def __init__(self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0) -> None:
         self.shape = shape
         self.attention = timing.attention
+        check_precision(timing.precision, shape.seq_len, device)
         backend = pick_attention(timing.attention, timing.precision, shape.model.head_dim, shape.seq_len, device)
         self.memory = training_memory(
             shape.model,

@@ -51,7 +51,7 @@ class MemoryPlan:
 
 def kept_by_layer(
     c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int,
-    document_mask: bool = False, routed: bool = False,
+    document_mask: bool = False, routed: bool = False, eight_bit: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What one block keeps for its backward, one with experts where it is `routed`."""
     d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
@@ -70,6 +70,15 @@ def kept_by_layer(
         "SwiGLU": 0 if selective else f * n * width,
         "routing": routing_bytes(c, n, seq_len) if routed else 0,
     }
+    if eight_bit:
+        # What a linear keeps is a copy in eight bits; the op that made it keeps what it wants besides.
+        if not selective:
+            kept["attention in 8 bits"] = q * n
+            rows, product = 2 * d * n, f * n
+            if routed:  # the router and the experts have the rows as they are
+                rows += (width - (0 if c.shared_width else 1)) * d * n
+                product += (width - 1) * c.experts_per_token * c.expert_width * n
+            kept["normed rows"], kept["SwiGLU"] = rows, product
     if selective and not c.qk_norm:
         kept["qkv"] = kv * n * width  # a copy of v
     if attention == EFFICIENT:
@@ -90,7 +99,16 @@ def routing_bytes(c: ModelConfig, n: int, seq_len: int) -> int:
     return indices + 4 * c.n_experts + 4 * (c.n_experts + 1) * (n // seq_len)
 
 
-def feed_forward_backward(c: ModelConfig, n: int, width: int, selective: bool, routed: bool) -> int:
+def eight_bit_weights(c: ModelConfig) -> int:
+    """Numbers in the matrices that have eight-bit operands."""
+    attention = c.d_model * c.qkv_width + c.n_heads * c.head_dim * c.d_model
+    dense, shared = (c.n_layers - c.n_routed) * c.d_ff, c.n_routed * c.shared_width
+    return c.n_layers * attention + 3 * c.d_model * (dense + shared)
+
+
+def feed_forward_backward(
+    c: ModelConfig, n: int, width: int, selective: bool, routed: bool, eight_bit: bool = False
+) -> int:
     """The most bytes that there are, beside what is kept and the stream's gradient, in the backward of such a layer.
 
     Negative terms are what had been kept and is gone by then.
@@ -101,6 +119,21 @@ def feed_forward_backward(c: ModelConfig, n: int, width: int, selective: bool, r
         # the product has gone
         return f * n * width + max(f * n if selective else 0, 2 * f * n - (0 if selective else f * n)) * width
 
+    def in_eight_bits(f: int) -> int:
+        d, product = c.d_model * n, 0 if selective else f * n
+        matrix = 4 * c.d_model * f  # dW on its way to its buffer
+        return max(
+            # the stream's gradient in eight bits, both ways round, and the product's, the product made again
+            2 * d + width * f * n,
+            d + width * f * n + (width * f * n + f * n if selective else 0) + matrix,
+            3 * width * f * n - product,  # the gradients of the product, and of gate and up
+            # the latter in eight bits, both ways round, and the input's; gate and up are gone
+            2 * width * f * n + 4 * f * n + width * d - product - 2 * width * f * n,
+            2 * f * n + width * d + (width * d + d if selective else 0) + 2 * matrix - product,
+        )
+
+    if eight_bit:
+        dense = in_eight_bits
     if not routed:
         return dense(c.d_ff)
     copies = c.experts_per_token * n
@@ -147,7 +180,8 @@ def training_memory(
     copy of the state from which a step is run again; `references`: the other ops run as such rather than as kernels."""
     c, n = config, batch_size * seq_len
     d, q = c.d_model, c.n_heads * c.head_dim
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    eight_bit = precision == "fp8"
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     width = dtype.itemsize
     device = torch.device(device)
     parameters = parameter_counts(c).total
@@ -155,14 +189,14 @@ def training_memory(
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
         "moments": 8 * parameters,
-        "operands": width * parameters if precision == "bf16" else 0,
+        "operands": 0 if precision == "fp32" else width * parameters + 2 * eight_bit * eight_bit_weights(c),
         "copy to verify": 12 * parameters if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
     }
 
     def layer_keeps(mode: CheckpointActivations, routed: bool) -> dict[str, int]:
-        return kept_by_layer(c, n, width, mode, attention, seq_len, document_mask, routed)
+        return kept_by_layer(c, n, width, mode, attention, seq_len, document_mask, routed, eight_bit)
 
     activations: dict[str, int] = {}
     for routed, layers in ((False, c.n_layers - c.n_routed), (True, c.n_routed)):
@@ -187,7 +221,9 @@ def training_memory(
     passing = {
         # the last norm's rows and their gradient, a chunk of logits, two losses a token
         "head": 2 * row + logits + 8 * n,
-        "feed-forward's backward": again - final + row + feed_forward_backward(c, n, width, selective, c.moe),
+        "feed-forward's backward": again - final + row + feed_forward_backward(
+            c, n, width, selective, c.moe, eight_bit
+        ),
         # the stream's gradient, twice in a block that runs again, and that of attention's result
         "attention's backward": again - final - of_feed_forward + (2 if again else 1) * row + q * n * width
         + attention_backward(c, n, width, attention),
@@ -207,7 +243,7 @@ def evaluation_memory(
     """Bytes that a forward without gradients takes at its peak, by kernels, for batch_size x seq_len tokens."""
     c, n = config, batch_size * seq_len
     d, f, q, kv = c.d_model, c.d_ff, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     repeated = 2 * q if attention == EFFICIENT and q != kv else 0
     chunk = chunk_rows(n, c.vocab_size, dtype, torch.device(device))
     # A block's input, its two norms' rows and the stream; then what is made of them.

@@ -153,7 +153,8 @@ class Attention(nn.Module):
             offset = context.cache.length
             k, v = context.cache.extend(layer, k, v)
         y = attention(q, k, v, offset=offset, doc_start=context.doc_start)  # (B, T, H, D)
-        return self.out.add(y.reshape(*x.shape[:-1], -1), h)
+        rows = y.reshape(*x.shape[:-1], -1)
+        return self.out.add(rows, h, context.remade(lambda: rows))  # attention keeps it anyway
 
 
 class FeedForward(nn.Module):

@@ -17,6 +17,7 @@ from llmtrain.storage.errors import ConfigMismatch
 
 DEFINES = {"defines_run": True}
 
+Precision = Literal["bf16", "fp32", "fp8"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "triton", "reference"]
 
 
@@ -134,8 +135,9 @@ class RunConfig:
     """How the ranks that torchrun starts share the work: ddp: each has the whole model and a part of every step."""
     rank_timeout: float = 120.0
     """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
-    precision: Literal["bf16", "fp32"] = field(default="bf16", metadata=DEFINES)
-    """Type of activations and matmul operands; weights, gradients and moments are FP32 either way."""
+    precision: Precision = field(default="bf16", metadata=DEFINES)
+    """Type of activations and matmul operands; weights, gradients and moments are FP32 in any case. fp8: bf16, but the
+    operands of the blocks' matmuls, apart from attention's, routers' and routed experts', are in eight bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA where there is a card."""
     attention: Attention = "auto"

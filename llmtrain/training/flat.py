@@ -9,11 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmtrain.kernels.fp8 import Fp8Weight, Scaling, takes
 from llmtrain.kernels.rotary import rotary_tables
 from llmtrain.model.transformer import Transformer
 
 # Each tensor starts at a multiple of this many elements: 256 bytes in bf16, what cuBLAS and 16-byte loads want.
 ALIGNMENT = 128
+
+
+EIGHT_BIT = ("qkv.weight", "out.weight", "gate_up.weight", "down.weight")
+"""Matrices whose products run in eight bits where that is asked for: the router, the head and the lookup do not."""
 
 
 @dataclass
@@ -31,7 +36,8 @@ class Span:
 class FlatParameters:
     """Takes over the parameters of `model`, which may be on the meta device: afterwards they are on `device`, zero.
 
-    `with_gradients` allocates their gradients too; the compute dtype decides whether narrow copies exist.
+    `with_gradients` allocates their gradients too; the compute dtype decides whether narrow copies exist, `eight_bit`
+    whether the matrices that can also get eight-bit operands.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class FlatParameters:
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype = torch.float32,
         with_gradients: bool = True,
+        eight_bit: bool = False,
     ) -> None:
         named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)  # stable: matrices first
         self.spans: dict[str, Span] = {}
@@ -67,6 +74,13 @@ class FlatParameters:
                 parameter.grad = self.view(self.grad, name)
             if self.narrow is not None:
                 parameter.operand_cache = self.view(self.narrow, name)  # type: ignore[attr-defined]
+        quantised = [name for name in self.spans if name.endswith(EIGHT_BIT) and takes(self.parameters[name])]
+        self.scaling = Scaling(len(quantised), device) if eight_bit else None
+        self.eight_bit: dict[str, Fp8Weight] = {}
+        if self.scaling is not None:
+            for i, name in enumerate(quantised):
+                self.eight_bit[name] = Fp8Weight(self.parameters[name], self.scaling, i)
+                self.parameters[name].eight_bit = self.eight_bit[name]  # type: ignore[attr-defined]
         c = model.config
         model.cos, model.sin = rotary_tables(c.max_seq_len, c.head_dim, c.rope_theta, device)
         model.compute_dtype = compute_dtype
@@ -80,6 +94,16 @@ class FlatParameters:
         """Rebuilds the narrow copies: after every write of the masters that is not the optimizer's own."""
         if self.narrow is not None:
             self.narrow.copy_(self.master)
+        if self.scaling is not None:
+            self.scaling.follow_history()
+        self.refresh_eight_bit()
+
+    def refresh_eight_bit(self) -> None:
+        """Rebuilds the eight-bit operands from the narrow copies: after every update."""
+        if self.scaling is not None:
+            assert self.narrow is not None
+            operands = [(self.view(self.narrow, name), operands) for name, operands in self.eight_bit.items()]
+            self.scaling.quantise_weights(operands)
 
     def mark_gradients_stale(self) -> None:
         """The next gradient of each parameter overwrites what is there, instead of adding to it."""

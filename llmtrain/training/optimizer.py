@@ -44,7 +44,8 @@ class AdamW:
     @property
     def small(self) -> list[Tensor]:
         """What an update changes beside weights and moments."""
-        return [self.tally, self.bad, *(self.spikes.small if self.spikes else [])]
+        of_scales = [] if self.flat.scaling is None else [self.flat.scaling.history]
+        return [self.tally, self.bad, *(self.spikes.small if self.spikes else []), *of_scales]
 
     def reset(self) -> None:
         """As before the first step."""
@@ -54,8 +55,9 @@ class AdamW:
     def counts(self, small: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """What a checkpoint holds of `small`, or of a copy of it, as JSON takes it. Waits for the device."""
         tally, _, *of_spikes = small or self.small
+        magnitudes = {"magnitudes": of_spikes.pop().tolist()} if self.flat.scaling else {}
         count, skipped, in_a_row = tally.tolist()
-        counts = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
+        counts = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row, **magnitudes}
         return counts | ({"spikes": self.spikes.counts(of_spikes)} if self.spikes else {})
 
     def set_counts(self, counts: Mapping[str, Any]) -> None:
@@ -67,6 +69,8 @@ class AdamW:
         self.in_a_row.fill_(counts.get("skipped_in_a_row", 0))
         if self.spikes:
             self.spikes.set_counts(counts.get("spikes"))
+        if self.flat.scaling:
+            self.flat.scaling.history.copy_(torch.tensor(counts["magnitudes"]))
 
     def update(self, sums: Tensor) -> Tensor:
         """Applies the gradient sums at rate self.lr, divided by the number of targets, if they are sound.

@@ -74,6 +74,13 @@ class World:
         self._add(*tensors)
         self._watch.after_sum(tensors[0].is_cuda)
 
+    def take_highest(self, tensor: Tensor) -> None:
+        """Raises each number to the highest of all ranks, in place; as `add_gradients`."""
+        try:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
     def _add(self, *tensors: Tensor) -> None:
         try:
             for tensor in tensors:

@@ -50,6 +50,7 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     run_dir = config.run.run_dir
     config, order, validation = world.first_goes_first(lambda: start.open_corpus(config))
     settings, data = config.run, config.data
+    start.check_precision(settings.precision, data.seq_len, device)
     attention = start.pick_attention(
         settings.attention, settings.precision, config.model.head_dim, data.seq_len, device, data.document_mask
     )

@@ -19,6 +19,7 @@ from llmtrain.corpus.packing import Packed, open_or_build
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend, training_backend
+from llmtrain.kernels.fp8 import MULTIPLE
 from llmtrain.model.evaluation import evaluate
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
@@ -44,6 +45,22 @@ def pick_device(asked: str) -> torch.device:
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(asked)
+
+
+def check_precision(precision: str, seq_len: int, device: torch.device) -> None:
+    """Raises UsageError where --precision fp8 cannot be had: on this device, or for samples of this length, over
+    whose tokens the gradients of weights are summed."""
+    if precision != "fp8":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise UsageError(
+            f"--precision fp8: {device_name(device)} has no 8-bit matmuls: NVIDIA's from compute capability 8.9 "
+            "on have (RTX 40 and 50, L4, L40, H100, H200, B200): give --precision bf16"
+        )
+    if seq_len % MULTIPLE:
+        raise UsageError(
+            f"--seq-len {seq_len} is no multiple of {MULTIPLE}, as --precision fp8 needs: change one of the two"
+        )
 
 
 def pick_attention(
@@ -294,14 +311,16 @@ def start(
     model = Transformer(config.model, device="meta")
     model.checkpoint_activations = config.run.checkpoint_activations
     with fit.or_refused(config, attention.name, device, room):
-        flat = FlatParameters(model, device, COMPUTE_DTYPES[config.run.precision])
+        precision = config.run.precision
+        flat = FlatParameters(model, device, COMPUTE_DTYPES[precision], eight_bit=precision == "fp8")
         optimizer = AdamW(flat, config.optimizer)
     parts = (model, flat, optimizer, attention, device, room)
     config, train_step, trial = fitting_step(config, *parts, auto, world.size)
     if (least := world.least(config.run.micro_batch_size)) < config.run.micro_batch_size:
         del train_step
         config, train_step, trial = fitting_step(fit.with_batch_size(config, least), *parts, False, world.size)
-    train_step.add_up = None if world.alone else world.add_gradients
+    if not world.alone:
+        train_step.add_up, train_step.take_highest = world.add_gradients, world.take_highest
 
     def check(state: dict[str, Any]) -> None:
         refuse_another_run(state["config"], config)

@@ -19,7 +19,8 @@ from llmtrain.training.fit import out_of_memory
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Type of activations; with fp8 the operands of most matmuls are narrower."""
 
 
 def make_deterministic() -> None:
@@ -58,6 +59,8 @@ class TrainStep:
         self.wants_capture = device.type == "cuda" if capture is None else capture
         self.add_up: Callable[[Tensor, Tensor], None] | None = None
         """Adds the gradients and the sums up over the ranks of a run, in place, where there are several."""
+        self.take_highest: Callable[[Tensor], None] | None = None
+        """Raises each number to the highest of all ranks, in place, where there are several."""
         self.previous: torch.cuda.Event | None = None
         self.reader: torch.cuda.Event | None = None
         """The end of a copy of weights and moments on another stream; the next update waits for it."""
@@ -80,7 +83,7 @@ class TrainStep:
         checkpoint_activations: CheckpointActivations = "none",
         document_mask: bool = False,
     ) -> "TrainStep":
-        """A step on freshly initialised weights. precision: "bf16", "fp32" or (to check the others) "fp64".
+        """A step on freshly initialised weights. precision: "bf16", "fp8", "fp32" or (to check the others) "fp64".
 
         capture: None means on CUDA only.
         """
@@ -90,7 +93,7 @@ class TrainStep:
         model = Transformer(model_config, device="meta")
         model.checkpoint_activations = checkpoint_activations
         master = torch.float64 if precision == "fp64" else torch.float32
-        flat = FlatParameters(model, device, dtype, master_dtype=master)
+        flat = FlatParameters(model, device, dtype, master_dtype=master, eight_bit=precision == "fp8")
         model.init_weights(seed)
         flat.refresh_narrow()
         return cls(model, flat, AdamW(flat, optimizer_config), batch_size, seq_len, capture, document_mask)
@@ -106,6 +109,14 @@ class TrainStep:
             self.doc_start.copy_(doc_start, non_blocking=True)
         if self.wants_capture and not self.graphs:
             self._capture()
+        if first and self.flat.scaling is not None and self.flat.scaling.fresh:
+            if self.graphs:
+                self.graphs["calibrate"].replay()
+            else:
+                self._calibrate()
+            self._share_magnitudes()
+            self.flat.scaling.push()
+            self.flat.scaling.fresh = False
         if self.graphs:
             self.graphs["first" if first else "further"].replay()
         else:
@@ -116,6 +127,7 @@ class TrainStep:
         if self.add_up is not None:
             assert self.flat.grad is not None
             self.add_up(self.flat.grad, self.sums)  # between the last micro-step's graph and the update's
+        self._share_magnitudes()
         self.wait_for_reader()
         self.optimizer.lr.fill_(lr)
         if self.graphs:
@@ -177,12 +189,32 @@ class TrainStep:
             self.flat.clear_unwritten_gradients()
         self.sums.add_(torch.stack([loss.lm.detach().double(), loss.aux.detach().double(), loss.n_targets.double()]))
 
+    def _calibrate(self) -> None:
+        """A micro-step in which every eight-bit operand is scaled by its own values, for the magnitudes it finds: what
+        else it leaves, the first micro-step overwrites."""
+        scaling = self.flat.scaling
+        assert scaling is not None
+        scaling.calibrating = True
+        try:
+            self._micro(first=True)
+        finally:
+            scaling.calibrating = False
+
+    def _share_magnitudes(self) -> None:
+        if self.flat.scaling is not None and self.take_highest is not None:
+            self.take_highest(self.flat.scaling.largest)
+
     def _update(self) -> None:
         self.last.copy_(self.optimizer.update(self.sums))
+        if self.flat.scaling is not None:
+            self.flat.scaling.push()
+            self.flat.refresh_eight_bit()
 
     def _warm_up(self) -> None:
         """All that a step does, once, without a trace. Zero targets make the update divide by zero, find a norm that is
         not finite, and change nothing."""
+        if self.flat.scaling is not None:
+            self._calibrate()
         self._micro(first=True)
         self._micro(first=False)
         self.sums.zero_()
@@ -190,6 +222,8 @@ class TrainStep:
         self._update()
         for buffer, value in zip(self.optimizer.small, before, strict=True):
             buffer.copy_(value)
+        if self.flat.scaling is not None:
+            self.flat.scaling.rescale()
 
     def _capture(self) -> None:
         """Captures the three graphs; what cannot be captured runs uncaptured, and `why_not_captured` says why."""
@@ -205,6 +239,8 @@ class TrainStep:
             pool = torch.cuda.graph_pool_handle()
             graphs = {}
             bodies = {"first": lambda: self._micro(True), "further": lambda: self._micro(False), "update": self._update}
+            if self.flat.scaling is not None and self.flat.scaling.fresh:
+                bodies["calibrate"] = self._calibrate
             for name, body in bodies.items():
                 graphs[name] = torch.cuda.CUDAGraph()
                 # thread_local: the prefetch thread allocates pinned memory meanwhile, which is none of our business.

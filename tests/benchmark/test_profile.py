@@ -46,6 +46,7 @@ def test_each_triton_kernel_has_a_name_of_its_own_that_says_its_part():
         "document_attention": {"attention"},
         "embedding": {"embedding"},
         "experts": {"routing", "swiglu forward", "swiglu backward"},
+        "fp8": {"eight-bit casts"},
         "grouped": {"matmul"},
         "partials": {"rmsnorm backward"},
         "rmsnorm": {"rmsnorm forward", "rmsnorm backward"},

@@ -141,6 +141,30 @@ def test_a_routed_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monke
         run.train(config(corpus, tmp_path / "run", run={"precision": "bf16"}), resume=True)
 
 
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_run_in_eight_bits_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monkeypatch, moe):
+    monkeypatch.setattr(run.start, "check_precision", lambda *_: None)  # tests emulate what a CPU has not
+
+    def settings(name: str) -> TrainConfig:
+        of_run = config(corpus, tmp_path / name, run={"precision": "fp8", "deterministic": True, "verify_every": 3})
+        return replace(of_run, model=replace(of_run.model, moe=moe, d_ff=64))
+
+    run.train(settings("whole"), resume=False)
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+        stop_at(patched, 5)
+        run.train(settings("run"), resume=False)
+    assert any(map(any, state(tmp_path / "run", checkpoint.list_steps(tmp_path / "run")[0])["optimizer"]["magnitudes"]))
+    run.train(settings("run"), resume=True)
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
+
+
+def test_eight_bits_are_refused_where_there_are_none(corpus, tmp_path):
+    with pytest.raises(UsageError, match="has no 8-bit matmuls: .*H100, H200.*: give --precision bf16"):
+        run.train(config(corpus, tmp_path / "run", run={"precision": "fp8"}), resume=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_resumed_twice_ends_in_the_same_bits(corpus, undisturbed, tmp_path, monkeypatch):
     for k in (2, 5):
         with monkeypatch.context() as patched, pytest.raises(StopRequested):
