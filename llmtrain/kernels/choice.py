@@ -43,7 +43,7 @@ def choose(op: str, x: Tensor) -> str:
     """The implementation that `op` uses for `x`; recorded in `ran`."""
     chosen = _forced.get(op, _forced.get("*", AUTO))
     if chosen == AUTO:
-        # Kernels are written for 16 and 32 bit floats; FP64 exists to check them.
-        chosen = TRITON if x.is_cuda and x.dtype != torch.float64 else REFERENCE
+        # Kernels are written for 16 and 32 bit floats; FP64 exists to check them. No launch is as small as nothing.
+        chosen = TRITON if x.is_cuda and x.dtype != torch.float64 and x.numel() else REFERENCE
     ran[op] = chosen
     return chosen

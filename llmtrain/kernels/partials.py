@@ -3,10 +3,9 @@
 The order is fixed by the shape alone, so the result is the same on every run and every card.
 """
 
-import torch
 from torch import Tensor
 
-from llmtrain.kernels.weight import gradient_buffer
+from llmtrain.kernels.weight import delivered, gradient_target
 
 try:
     import triton
@@ -23,7 +22,8 @@ if triton is not None:
 
     @triton.jit
     def _partial_sums_kernel(
-        partials, out, n, WIDTH: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+        partials, out, n, WIDTH: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+        COLS: tl.constexpr,
     ):  # fmt: skip
         cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
         inside = cols < WIDTH
@@ -33,20 +33,23 @@ if triton is not None:
             rows = first + tl.arange(0, ROWS)
             mask = (rows < n)[:, None] & inside[None, :]
             total += tl.load(partials + rows[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float64)
-        result = tl.sum(total, 0)
+        result = tl.sum(total, 0) / SCALE
         if ADD:
             result += tl.load(out + cols, mask=inside, other=0.0).to(tl.float64)
         tl.store(out + cols, result.to(tl.float32), mask=inside)
 
 
+def add_partials(partials: Tensor, out: Tensor, add: bool, scale: float = 1.0) -> None:
+    """The sum over rows of `partials` (P, H), FP32, which are `scale` times what they stand for, into `out` (H,), or
+    added to it."""
+    n, width = partials.shape
+    rows = min(ROWS, max(128, triton.next_power_of_2(n)))
+    _partial_sums_kernel[(triton.cdiv(width, COLS),)](partials, out, n, width, add, scale, rows, COLS, num_warps=WARPS)
+
+
 def deliver_partials(weight: Tensor, partials: Tensor) -> Tensor | None:
     """Puts the sum over rows of `partials` (P, H), FP32, where the gradient of `weight` (H,) belongs: overwrites its
     buffer or adds to it. Returns what autograd should get."""
-    buffer, overwrite = gradient_buffer(weight)
-    target = torch.empty_like(partials[0]) if buffer is None else buffer
-    n, width = partials.shape
-    rows = min(ROWS, max(128, triton.next_power_of_2(n)))
-    _partial_sums_kernel[(triton.cdiv(width, COLS),)](
-        partials, target, n, width, buffer is not None and not overwrite, rows, COLS, num_warps=WARPS
-    )
-    return target.to(weight.dtype) if buffer is None else None
+    target, add = gradient_target(weight)
+    add_partials(partials, target, add)
+    return delivered(weight, target)

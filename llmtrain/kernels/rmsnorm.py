@@ -2,30 +2,38 @@
 
 h = x + residual, y = h / sqrt(mean(h^2) + eps) * weight. Statistics are FP32 whatever the rows are.
 
-`rmsnorm_fork` is what a pre-norm block uses: it hands on a copy of x for the branch's last matmul to add its result to.
-The copy leaves from registers, and the matmul reads it hidden under its arithmetic: one pass over memory less than a
-norm that adds.
+`rmsnorm` is the op under autograd, `rmsnorm_forward` and `rmsnorm_backward` are its two halves without it: the second
+gives dw in FP32, which autograd rounds to the weight's dtype. `rmsnorm_fork` is what a pre-norm block uses: it hands on
+a copy of x for the branch's last matmul to add its result to. The copy leaves from registers, and the matmul reads it
+hidden under its arithmetic: one pass over memory less than a norm that adds.
 """
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import TRITON, choose
-from llmtrain.kernels.partials import deliver_partials
-from llmtrain.kernels.weight import deliver_gradient
+from llmtrain.kernels.partials import add_partials
+from llmtrain.kernels.rmsnorm_routes import (
+    ATOMIC,
+    COLUMNS,
+    DEEP,
+    SHRINK,
+    BackwardRoute,
+    backward_route,
+    block_of,
+    forward_route,
+)
+from llmtrain.kernels.weight import deliver_gradient, delivered, gradient_target
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
-
-
-PROCESSORS = 132
-"""Of an H200. Not asked of the card: how a sum is shared out, and so rounded, is the same on every card."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -89,36 +97,107 @@ if triton is not None:
     # Each program of the backward walks over the rows with a stride of all programs, and the pipeline copies the next
     # rows to shared memory meanwhile: loads into registers would be put off by the assembler, for the sake of
     # registers, until half of a row is computed.
+    #
+    # dw is summed in blocks: FOLD rows in one running FP32 sum, some such blocks in a second, and all of those in FP64
+    # (partials.py). Sums are kept times SHRINK, a power of two: that costs no bit, and rows near the largest FP32 that
+    # cancel do not overflow on the way.
+
+    @triton.jit
+    def _normed_gradient(dy, h, scale, rows, cols, mask, dy_group, dy_row, h_group, h_row, GROUP: tl.constexpr):
+        """The gradient and the normed rows, FP32, at a tile of rows and columns."""
+        group = (rows // GROUP).to(tl.int64)[:, None]
+        row = (rows % GROUP)[:, None]
+        x = tl.load(h + group * h_group + row * h_row + cols, mask=mask, other=0.0)
+        g = tl.load(dy + group * dy_group + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+        return g, x.to(tl.float32) * scale
+
+    @triton.jit
+    def _rows_back(
+        dy, dh, h, w, rstd, dx, dw, rows, cols, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
+        H: tl.constexpr, GROUP: tl.constexpr, SHRINK: tl.constexpr,
+    ):  # fmt: skip
+        """Writes dx of whole rows and returns dw with their share added, row by row."""
+        mask = (rows < n_rows)[:, None] & (cols < H)
+        scale = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
+        g, normed = _normed_gradient(dy, h, scale, rows, cols, mask, dy_group, dy_row, h_group, h_row, GROUP)
+        if dh is not None:
+            group = (rows // GROUP).to(tl.int64)[:, None]
+            row = (rows % GROUP)[:, None]
+            past = tl.load(dh + group * dh_group + row * dh_row + cols, mask=mask, other=0.0)
+        product = g * normed
+        dw += SHRINK * product  # here, where the product is at hand: later it would have been kept in registers
+        mean = tl.sum(product * w, 1)[:, None] / H
+        result = scale * (g * w - normed * mean)
+        if dh is not None:
+            result += past.to(tl.float32)
+        tl.store(dx + rows.to(tl.int64)[:, None] * H + cols, result.to(dx.dtype.element_ty), mask=mask)
+        return dw
 
     @triton.jit
     def _rmsnorm_backward_kernel(
-        dy, dh, h, weight, rstd, dx, partials, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
+        dy, dh, h, weight, rstd, dx, sums, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
         H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+        FOLD: tl.constexpr, SHRINK: tl.constexpr, ATOMIC: tl.constexpr,
     ):  # fmt: skip
         # As many rows of columns as a tile has: the weight is laid out as the rows are, not shuffled into that layout.
         cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
         w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
+        if FOLD:
+            folded = tl.zeros((ROWS, BLOCK), tl.float32)
+            count = 0
         for first in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
             rows = first + tl.arange(0, ROWS)
-            mask = (rows < n_rows)[:, None] & (cols < H)
-            group = (rows // GROUP).to(tl.int64)[:, None]
-            row = (rows % GROUP)[:, None]
-            scale = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
-            x = tl.load(h + group * h_group + row * h_row + cols, mask=mask, other=0.0)
-            g = tl.load(dy + group * dy_group + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
-            if dh is not None:
-                past = tl.load(dh + group * dh_group + row * dh_row + cols, mask=mask, other=0.0)
-            normed = x.to(tl.float32) * scale
-            product = g * normed
-            dw += product
-            mean = tl.sum(product * w, 1)[:, None] / H
-            result = scale * (g * w - normed * mean)
-            if dh is not None:
-                result += past.to(tl.float32)
-            tl.store(dx + rows.to(tl.int64)[:, None] * H + cols, result.to(dx.dtype.element_ty), mask=mask)
+            dw = _rows_back(
+                dy, dh, h, w, rstd, dx, dw, rows, cols, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
+                H, GROUP, SHRINK,
+            )  # fmt: skip
+            if FOLD:
+                count += 1
+                if count % FOLD == 0:
+                    folded += dw
+                    dw = tl.zeros((ROWS, BLOCK), tl.float32)
+        if FOLD:
+            dw += folded
+        total = tl.sum(dw, 0)
         col = tl.arange(0, BLOCK)
-        tl.store(partials + tl.program_id(0) * H + col, tl.sum(dw, 0), mask=col < H)
+        if ATOMIC:
+            tl.atomic_add(sums + col, total / SHRINK, mask=col < H, sem="relaxed")
+        else:
+            tl.store(sums + tl.program_id(0) * H + col, total, mask=col < H)
+
+    # Of few rows dw is summed by programs of their own, each over all rows of some columns: rstd is known, so no column
+    # needs another. That reads the rows twice, the second time from the cache, and saves a launch.
+
+    @triton.jit
+    def _rmsnorm_backward_columns_kernel(
+        dy, dh, h, weight, rstd, dx, sums, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
+        H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+        STRIPS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, SHRINK: tl.constexpr, ADD: tl.constexpr,
+    ):  # fmt: skip
+        # A name has one type in both branches, so the strips have names of their own.
+        if tl.program_id(0) < STRIPS:  # they take longest, so they begin first
+            strip = tl.program_id(0) * COLS + tl.broadcast_to(tl.arange(0, COLS)[None, :], (DEEP, COLS))
+            dw = tl.zeros((DEEP, COLS), tl.float32)
+            for first in tl.range(0, n_rows, DEEP, num_stages=STAGES):
+                deep = first + tl.arange(0, DEEP)
+                mask = (deep < n_rows)[:, None] & (strip < H)
+                scale = tl.load(rstd + deep, mask=deep < n_rows, other=0.0)[:, None]
+                g, normed = _normed_gradient(dy, h, scale, deep, strip, mask, dy_group, dy_row, h_group, h_row, GROUP)
+                dw += SHRINK * (g * normed)
+            col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+            total = tl.sum(dw.to(tl.float64), 0) / SHRINK
+            if ADD:
+                total += tl.load(sums + col, mask=col < H, other=0.0).to(tl.float64)
+            tl.store(sums + col, total.to(tl.float32), mask=col < H)
+        else:
+            cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+            w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
+            rows = (tl.program_id(0) - STRIPS) * ROWS + tl.arange(0, ROWS)
+            _rows_back(
+                dy, dh, h, w, rstd, dx, w, rows, cols, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
+                H, GROUP, SHRINK,
+            )  # fmt: skip
 
 
 def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], list[int]]:
@@ -138,7 +217,7 @@ def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], li
 
     group = 1
     if any(x is not None and view(x, 1) is None for x in tensors):
-        group = next(x.shape[-2] for x in tensors if x is not None)
+        group = next(x.shape[-2] if x.dim() > 1 else 1 for x in tensors if x is not None)
     views: list[Tensor | None] = []
     strides = []
     for x in tensors:
@@ -151,13 +230,6 @@ def _as_rows(tensors: list[Tensor | None]) -> tuple[int, list[Tensor | None], li
     return group, views, strides
 
 
-def _forward_tile(width: int) -> tuple[int, int]:
-    """(rows a program, warps)."""
-    block = triton.next_power_of_2(width)
-    # One H200, times what the bytes need: 4 rows of 768 by 4 warps 1.09, 2 rows 1.13; 2 rows of 2048 1.11, one 1.06.
-    return max(1, 4096 // block) if block <= 1024 else 1, max(4, block // 512)
-
-
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, copy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,83 +239,153 @@ def _forward(
     h = torch.empty_like(y) if copy or residual is not None else x
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     group, (x_rows, residual_rows), strides = _as_rows([x, residual])
-    rows, warps = _forward_tile(width)
-    _rmsnorm_forward_kernel[(triton.cdiv(rstd.numel(), rows),)](
-        x_rows, residual_rows, weight, y, h, rstd, rstd.numel(), *strides, eps,
-        width, group, copy, rows, triton.next_power_of_2(width), num_warps=warps,
+    route = forward_route(rstd.numel(), width)
+    _rmsnorm_forward_kernel[(triton.cdiv(rstd.numel(), route.rows),)](
+        x_rows, residual_rows, weight.contiguous(), y, h, rstd, rstd.numel(), *strides, eps,
+        width, group, copy, route.rows, block_of(width), num_warps=route.warps,
     )  # fmt: skip
     return y, h, rstd
 
 
-@dataclass(frozen=True)
-class BackwardTile:
-    """How the backward is shared out: by the shape alone, because this decides how dw is rounded."""
-
-    rows: int
-    """Rows at a time."""
-    warps: int
-    programs: int
-    stages: int
-    """Of the pipeline: rows in flight, and one in work."""
-
-
-def _backward_tile(n_rows: int, width: int) -> BackwardTile:
-    block = triton.next_power_of_2(width)
-    rows = max(1, 1024 // block)
-    # Measured on an H200: a row over 4 warps beats a row in one or in two, at every width and number of rows; 8
-    # programs a processor are 1.08 times the bytes' time at width 768 (4: 1.17), 4 are 1.11 at 960 (8: 1.14) and 1.05
-    # at 2048 (1.14). At most 64 rows in one running sum.
-    warps = min(32, max(4, block // 1024))
-    programs = PROCESSORS * (8 if width <= 768 else 4)
-    programs = max(programs, triton.cdiv(n_rows, 64 * rows))
-    stages = 3 if block <= 8192 else 1  # two rows of three FP32 tensors have to fit into shared memory
-    return BackwardTile(rows, warps, min(programs, triton.cdiv(n_rows, rows)), stages)
-
-
-def _backward(dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rmsnorm_backward_reference`, but dw is left in partial sums, (P, H) FP32."""
-    n_rows, width = rstd.numel(), h.shape[-1]
+def _backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dw: Tensor,
+    add: bool,
+    route: BackwardRoute,
+) -> Tensor:
+    """As `rmsnorm_backward_reference`, but dw is written into a tensor (H,), or added to it."""
+    n_rows, width, block = rstd.numel(), h.shape[-1], block_of(h.shape[-1])
     group, (dy_rows, dh_rows, h_rows), strides = _as_rows([dy, dh, h])
-    tile = _backward_tile(n_rows, width)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    partials = torch.empty((tile.programs, width), dtype=torch.float32, device=h.device)
-    _rmsnorm_backward_kernel[(tile.programs,)](
-        dy_rows, dh_rows, h_rows, weight, rstd, dx, partials, n_rows, *strides,
-        width, group, tile.rows, triton.next_power_of_2(width), tile.stages, num_warps=tile.warps,
+    given = (dy_rows, dh_rows, h_rows, weight.contiguous(), rstd, dx)
+    programs = route.programs(n_rows)
+    if route.program == COLUMNS:
+        strips = triton.cdiv(width, route.cols)
+        _rmsnorm_backward_columns_kernel[(strips + programs,)](
+            *given, dw, n_rows, *strides,
+            width, group, route.rows, block, route.stages, strips, route.cols, DEEP, SHRINK, add, num_warps=route.warps,
+        )  # fmt: skip
+        return dx
+    atomic = route.program == ATOMIC
+    if atomic and not add:
+        dw.zero_()
+    sums = dw if atomic else torch.empty((programs, width), dtype=torch.float32, device=h.device)
+    limit = {} if route.registers is None else {"maxnreg": route.registers}
+    _rmsnorm_backward_kernel[(programs,)](
+        *given, sums, n_rows, *strides,
+        width, group, route.rows, block, route.stages, route.fold(n_rows), SHRINK, atomic,
+        num_warps=route.warps, **limit,
     )  # fmt: skip
-    return dx, partials
+    if not atomic:
+        add_partials(sums, dw, add, SHRINK)
+    return dx
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fork: bool) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fork: bool, deterministic: bool
+    ) -> Any:
         ctx.chosen = choose("rmsnorm", x)
         if ctx.chosen == TRITON:
             y, h, rstd = _forward(x, residual, weight.detach(), eps, fork)
         else:
             y, h, rstd = rmsnorm_forward_reference(x, residual, weight.detach(), eps)
             h = h.clone() if fork else h
-        ctx.weight = weight
+        ctx.weight, ctx.weight_version, ctx.deterministic = weight, weight._version, deterministic
         ctx.save_for_backward(x if fork else h, rstd)
         return (y, h) if fork or residual is not None else y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dh: Tensor | None = None) -> Any:
         h, rstd = ctx.saved_tensors
+        weight = ctx.weight
+        # Not saved as the rows are: what is delivered to must be the very parameter, not what a hook unpacks.
+        if weight._version != ctx.weight_version:
+            raise RuntimeError("rmsnorm: the weight was modified in place between the forward and the backward")
         if ctx.chosen == TRITON:
-            dx, partials = _backward(dy, dh, h, ctx.weight.detach(), rstd)
-            dw = deliver_partials(ctx.weight, partials)
+            target, add = gradient_target(weight)
+            route = backward_route(rstd.numel(), h.shape[-1], ctx.deterministic)
+            dx = _backward(dy, dh, h, weight.detach(), rstd, target, add, route)
+            dw = delivered(weight, target)
         else:
-            dx, whole = rmsnorm_backward_reference(dy, dh, h, ctx.weight.detach(), rstd)
-            dw = deliver_gradient(ctx.weight, whole)
-        return dx, (dx if ctx.needs_input_grad[1] else None), dw, None, None
+            dx, whole = rmsnorm_backward_reference(dy, dh, h, weight.detach(), rstd)
+            dw = deliver_gradient(weight, whole)
+        return dx, (dx if ctx.needs_input_grad[1] else None), dw, None, None, None
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
-    """x: (..., H), weight: (H,) -> y (..., H), or (y, h = x + residual) where a residual is given."""
-    return _RMSNorm.apply(x, residual, weight, eps, False)
+def require_rows(x: Tensor, weight: Tensor, eps: float, **like_x: Tensor | None) -> None:
+    """Raise ValueError naming the argument that does not fit; `like_x` must have the shape, dtype and device of x."""
+    if not x.is_floating_point():
+        raise ValueError(f"x: floating-point rows wanted, not {x.dtype}")
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x: shape {tuple(x.shape)} has no last dimension to norm over")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight: shape {tuple(weight.shape)}, but rows of x are {x.shape[-1]} wide")
+    if not weight.is_floating_point():
+        raise ValueError(f"weight: a floating-point weight wanted, not {weight.dtype}")
+    if weight.device != x.device:
+        raise ValueError(f"weight: on {weight.device}, but x is on {x.device}")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: must be 0 or more, not {eps}")
+    for name, tensor in like_x.items():
+        if tensor is None:
+            continue
+        for what in ("shape", "dtype", "device"):
+            if getattr(tensor, what) != getattr(x, what):
+                raise ValueError(f"{name}: {what} {getattr(tensor, what)}, but that of x is {getattr(x, what)}")
+
+
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None, deterministic: bool = True
+) -> Any:
+    """x: (..., H), weight: (H,) -> y (..., H), or (y, h = x + residual) where a residual (..., H) is given.
+
+    x is bf16, FP16 or FP32 (FP64 on the reference); so is the weight, which need not have x's dtype. Strides of any
+    kind will do; heads (T, heads, D) of a packed tensor are read where they lie. y and h have x's dtype. With
+    `deterministic` the backward gives the same bits on every run and every card; without, it may add up dw in whatever
+    order programs finish, where that was measured to be faster. Raises ValueError naming the argument that does not
+    fit.
+    """
+    require_rows(x, weight, eps, residual=residual)
+    return _RMSNorm.apply(x, residual, weight, eps, False, deterministic)
 
 
 def rmsnorm_fork(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x: (..., H), weight: (H,) -> y (..., H), and a copy of x (..., H) that may be written."""
-    return _RMSNorm.apply(x, None, weight, eps, True)
+    return _RMSNorm.apply(x, None, weight, eps, True, True)
+
+
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y (..., H), h = x + residual (x itself where there is none), rstd (...) in FP32; arguments as of `rmsnorm`."""
+    require_rows(x, weight, eps, residual=residual)
+    with torch.no_grad():
+        if choose("rmsnorm", x) == TRITON:
+            return _forward(x, residual, weight, eps)
+        return rmsnorm_forward_reference(x, residual, weight, eps)
+
+
+def rmsnorm_backward(
+    dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, dh: Tensor | None = None, deterministic: bool = True
+) -> tuple[Tensor, Tensor]:
+    """dx (..., H) in h's dtype and dw (H,) in FP32, of what `rmsnorm_forward` returned.
+
+    dy: (..., H), dh: the gradient that reaches h past the norm, or None; the gradient of a residual is dx too. Raises
+    ValueError naming the argument that does not fit.
+    """
+    require_rows(h, weight, 0.0, dy=dy, dh=dh)
+    if rstd.shape != h.shape[:-1] or rstd.device != h.device:
+        raise ValueError(f"rstd: {tuple(rstd.shape)} on {rstd.device}, but {tuple(h.shape[:-1])} on {h.device} wanted")
+    with torch.no_grad():
+        if choose("rmsnorm", h) != TRITON:
+            return rmsnorm_backward_reference(dy, dh, h, weight, rstd)
+        dw = torch.empty(weight.shape, dtype=torch.float32, device=h.device)
+        route = backward_route(rstd.numel(), h.shape[-1], deterministic)
+        return _backward(dy, dh, h, weight, rstd.float().contiguous(), dw, False, route), dw

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import TRITON, choose
 from llmtrain.kernels.partials import deliver_partials
@@ -253,15 +254,19 @@ class _RotaryQKV(torch.autograd.Function):
             num_warps=warps,
         )  # fmt: skip
         ctx.weights = (q_norm, k_norm)
+        ctx.versions = [None if w is None else w._version for w in ctx.weights]
         ctx.heads = (n_heads, n_kv_heads)
         ctx.eps = eps
         ctx.save_for_backward(cos, sin, None if q_norm is None or k_norm is None else qkv)
         return q, k, heads[:, :, n_heads + n_kv_heads :]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
         cos, sin, qkv = ctx.saved_tensors
         q_norm, k_norm = ctx.weights
+        if [None if w is None else w._version for w in ctx.weights] != ctx.versions:
+            raise RuntimeError("rotary_qkv: a norm's weight was modified in place between the forward and the backward")
         n_heads, n_kv_heads = ctx.heads
         dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
         b, t, _, head_dim = dq.shape
@@ -286,6 +291,40 @@ class _RotaryQKV(torch.autograd.Function):
         return d_qkv, None, None, None, None, *dw, None
 
 
+def require_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> None:
+    """Raise ValueError naming the argument of `rotary_qkv` that does not fit."""
+    for name, number in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        if number < 1:
+            raise ValueError(f"{name}: must be at least 1, not {number}")
+    heads = n_heads + 2 * n_kv_heads
+    if not qkv.is_floating_point():
+        raise ValueError(f"qkv: a floating-point tensor wanted, not {qkv.dtype}")
+    if qkv.dim() != 3 or qkv.shape[-1] % (2 * heads):
+        raise ValueError(f"qkv: (B, T, {heads} heads of an even width) wanted, not {tuple(qkv.shape)}")
+    b, t, width = qkv.shape
+    head_dim = width // heads
+    tables = [(t, head_dim // 2), (b, t, head_dim // 2)]
+    for name, table in (("cos", cos), ("sin", sin)):
+        if tuple(table.shape) not in tables:
+            raise ValueError(f"{name}: {tables[0]} or {tables[1]} wanted, not {tuple(table.shape)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{'q_norm' if q_norm is None else 'k_norm'}: given for one of q and k, it is wanted for both")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and weight.shape != (head_dim,):
+            raise ValueError(f"{name}: ({head_dim},) wanted, not {tuple(weight.shape)}")
+    for name, other in (("cos", cos), ("sin", sin), ("q_norm", q_norm), ("k_norm", k_norm)):
+        if other is not None and other.device != qkv.device:
+            raise ValueError(f"{name}: on {other.device}, but qkv is on {qkv.device}")
+
+
 def rotary_qkv(
     qkv: Tensor,
     cos: Tensor,
@@ -297,7 +336,9 @@ def rotary_qkv(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits qkv (B, T, (n_heads + 2 n_kv_heads) * D) into heads, normalises q and k where weights (D,) are given,
-    and rotates them. cos, sin: (T, D/2) or (B, T, D/2). Returns q (B, T, n_heads, D), k, v (B, T, n_kv_heads, D)."""
+    and rotates them. cos, sin: (T, D/2) or (B, T, D/2), as of `rotary_tables`. Returns q (B, T, n_heads, D), k, v (B,
+    T, n_kv_heads, D). Raises ValueError naming the argument that does not fit."""
+    require_qkv(qkv, cos, sin, n_heads, n_kv_heads, q_norm, k_norm)
     if choose("rotary", qkv) == TRITON:
         return _RotaryQKV.apply(qkv, cos, sin, n_heads, n_kv_heads, q_norm, k_norm, eps)
     b, t, _ = qkv.shape

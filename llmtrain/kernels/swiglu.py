@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import TRITON, choose
 
@@ -101,11 +102,19 @@ class _SwiGLU(torch.autograd.Function):
         return (_forward if ctx.chosen == TRITON else swiglu_forward_reference)(gate_up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         return (_backward if ctx.chosen == TRITON else swiglu_backward_reference)(dy, gate_up)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up: (..., 2F) -> silu(gate) * up: (..., F)."""
+    """gate_up: (..., 2F), gate in the first half, bf16, FP16 or FP32 -> silu(gate) * up: (..., F), computed in FP32.
+
+    Raises ValueError naming the argument that does not fit.
+    """
+    if not gate_up.is_floating_point():
+        raise ValueError(f"gate_up: a floating-point tensor wanted, not {gate_up.dtype}")
+    if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up: the last dimension holds two halves, but the shape is {tuple(gate_up.shape)}")
     return _SwiGLU.apply(gate_up)

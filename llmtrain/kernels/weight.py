@@ -3,7 +3,8 @@
 The optimizer's side preallocates `weight.grad` (a view of a flat buffer), keeps `weight.operand_cache` (a copy in the
 compute dtype, rebuilt after every write of the master) and, at the start of a step, sets `weight.grad_stale`. The
 first op that delivers a gradient then overwrites the buffer, later ones add: no memset, and no read of what is about
-to be replaced. A weight without those attributes works too: its gradient goes back through autograd as usual.
+to be replaced. A weight without `grad_stale` works too: its gradient goes back through autograd as usual, whatever its
+`grad` holds.
 """
 
 import torch
@@ -22,10 +23,26 @@ def operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def gradient_buffer(weight: Tensor) -> tuple[Tensor | None, bool]:
     """(preallocated gradient buffer or None, whether the caller must overwrite it). Asking claims the buffer."""
-    stale = getattr(weight, "grad_stale", False)
-    if weight.grad is not None and stale:
-        weight.grad_stale = False  # type: ignore[attr-defined]
+    stale = getattr(weight, "grad_stale", None)
+    if stale is None or weight.grad is None:
+        return None, False
+    weight.grad_stale = False  # type: ignore[attr-defined]
     return weight.grad, stale
+
+
+def gradient_target(weight: Tensor) -> tuple[Tensor, bool]:
+    """(where the gradient is written, whether it is added to what is there): the preallocated buffer, which is then
+    claimed, or a new FP32 tensor for autograd to have."""
+    buffer, overwrite = gradient_buffer(weight)
+    if buffer is None:
+        return torch.empty(weight.shape, dtype=torch.float32, device=weight.device), False
+    return buffer, not overwrite
+
+
+def delivered(weight: Tensor, target: Tensor) -> Tensor | None:
+    """What autograd should get of a gradient that was written to what `gradient_target` gave."""
+    in_place = getattr(weight, "grad_stale", None) is not None and target is weight.grad
+    return None if in_place else target.to(weight.dtype)
 
 
 def deliver_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:

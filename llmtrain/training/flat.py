@@ -72,6 +72,7 @@ class FlatParameters:
             self.parameters[name] = parameter
             if self.grad is not None:
                 parameter.grad = self.view(self.grad, name)
+                parameter.grad_stale = True  # type: ignore[attr-defined]
             if self.narrow is not None:
                 parameter.operand_cache = self.view(self.narrow, name)  # type: ignore[attr-defined]
         quantised = [name for name in self.spans if name.endswith(EIGHT_BIT) and takes(self.parameters[name])]

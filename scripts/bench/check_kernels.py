@@ -9,6 +9,7 @@ at tiny shapes under Triton's interpreter. Exits 1 where a result is outside its
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -25,11 +26,13 @@ if "--cpu" in sys.argv:
 import torch
 from torch import Tensor
 
-import llmtrain.kernels.embedding as embedding
-import llmtrain.kernels.rmsnorm as rmsnorm
-import llmtrain.kernels.rotary as rotary
-import llmtrain.kernels.swiglu as swiglu
-from llmtrain.kernels import choice, partials
+from llmtrain.benchmark.rmsnorm_candidates import backward_candidates, forward_candidates
+from llmtrain.kernels import choice, embedding, rotary
+from llmtrain.kernels.rmsnorm_routes import COLUMNS
+
+# Modules that hold a function of their own name, which is what the package gives.
+rmsnorm = importlib.import_module("llmtrain.kernels.rmsnorm")
+swiglu = importlib.import_module("llmtrain.kernels.swiglu")
 
 COPY_BYTES_PER_S = 4.3e12
 """A device copy on one H200, reads and writes counted: the floor of what only moves memory."""
@@ -69,13 +72,9 @@ TINY = (Shape(2, 9, 48, 40, 4, 2, 16, 50), Shape(1, 5, 33, 96, 3, 1, 32, 20))
 # Other tiles, as what to patch in a module for a while.
 TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
     "rmsnorm forward": [
-        (rmsnorm, {"_forward_tile": lambda width, e=e, w=w: (max(1, e >> (width - 1).bit_length()), w)})
-        for e, w in ((2048, 4), (4096, 4), (2048, 2), (1024, 2), (1024, 1), (2048, 8))
+        (rmsnorm, {"forward_route": lambda n, width, i=i: nth(forward_candidates(width), i)}) for i in range(5)
     ],
-    "rmsnorm backward": [
-        (rmsnorm, {"_backward_tile": lambda n, width, t=t: backward_tile(n, width, *t)})
-        for t in ((4, 8, 3), (4, 4, 3), (4, 6, 3), (4, 8, 4), (4, 4, 4), (8, 4, 3), (2, 8, 3), (4, 12, 3), (4, 2, 3))
-    ],
+    "rmsnorm backward": [(rmsnorm, {"backward_route": lambda n, width, d, i=i: walking(width, i)}) for i in range(5)],
     "swiglu": [
         (swiglu, {"BLOCK": b, "LONGEST_RUN": r, "WARPS": w})
         for b, r, w in ((1024, 128, 4), (2048, 128, 4), (4096, 128, 8), (2048, 256, 8), (4096, 256, 16), (8192, 256, 8))
@@ -93,10 +92,13 @@ TILES: dict[str, list[tuple[object, dict[str, object]]]] = {
 }  # fmt: skip
 
 
-def backward_tile(n: int, width: int, warps: int, programs: int, stages: int) -> rmsnorm.BackwardTile:
-    """`programs`: for each processor."""
-    rows = max(1, 1024 >> (width - 1).bit_length())
-    return rmsnorm.BackwardTile(rows, warps, min(programs * rmsnorm.PROCESSORS, -(-n // rows)), stages)
+def nth(candidates: list, i: int):
+    return candidates[min(i, len(candidates) - 1)]
+
+
+def walking(width: int, i: int):
+    """Of the backward's candidates those for any number of rows."""
+    return nth([c for c in backward_candidates(width, True) if c.program != COLUMNS], i)
 
 
 class Report:
@@ -269,10 +271,8 @@ def check_rmsnorm(bench: Bench, s: Shape) -> None:
         rstd = torch.rsqrt(h.float().square().mean(-1) + EPS)
 
         def run() -> object:
-            weight.grad_stale = True  # type: ignore[attr-defined]
-            dx, sums = rmsnorm._backward(dy, dh, h, weight.detach(), rstd)
-            partials.deliver_partials(weight, sums)
-            return dx, sums
+            route = rmsnorm.backward_route(n, width, True)
+            return rmsnorm._backward(dy, dh, h, weight.detach(), rstd, weight.grad, False, route)
 
         return run
 
