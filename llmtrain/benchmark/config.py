@@ -14,6 +14,14 @@ def require_positive(config: object, *names: str) -> None:
             raise ValueError(f"{name} must be above 0, not {getattr(config, name)}")
 
 
+def require_each_positive(config: object, *names: str) -> None:
+    """Raise ValueError naming the first of the fields that is empty or holds a number that is not above 0."""
+    for name in names:
+        values = getattr(config, name)
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} must be one or more numbers above 0, not {values}")
+
+
 @dataclass(frozen=True)
 class TimingConfig:
     """How long a training step is watched."""
@@ -37,6 +45,90 @@ class TimingConfig:
         require_positive(self, "seconds", "warmup")
         if self.bursts < 2:
             raise ValueError(f"bursts must be 2 or more to show a spread, not {self.bursts}")
+
+
+@dataclass(frozen=True)
+class OpTimingConfig:
+    """How an op is timed: the method of docs/ops.md, in full by default."""
+
+    sessions: int = 4
+    """Times every arm is built anew; every other one runs in reverse order."""
+    rounds: int = 3
+    """Turns of each arm in a session, in rotating order."""
+    samples: int = 67
+    """Samples in a turn, at most."""
+    turn_seconds: float = 0.05
+    """Seconds after which a turn ends, once it has 11 samples."""
+    compile: bool = True
+    """Have torch.compile among the peers: seconds a shape, and minutes for products of matrices."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto: the card where there is one."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "sessions", "rounds", "samples", "turn_seconds")
+        if self.sessions * self.rounds < 2:
+            raise ValueError(f"rounds must be 2 or more where sessions is 1, not {self.rounds}")
+
+
+@dataclass(frozen=True)
+class NormShapesConfig:
+    """Shapes of RMSNorm."""
+
+    tokens: tuple[int, ...] = (256, 16384, 65536)
+    """Rows, or tokens where there are heads; may be repeated."""
+    width: tuple[int, ...] = (768, 2048)
+    """Width of a row; may be repeated."""
+    heads: int = 0
+    """Norm this many heads of every token by one shared weight; 0: plain rows."""
+    residual: bool = False
+    """Add a residual stream first."""
+
+    def __post_init__(self) -> None:
+        require_each_positive(self, "tokens", "width")
+        if self.heads < 0:
+            raise ValueError(f"heads must be 0 or more, not {self.heads}")
+        if self.heads and self.residual:
+            raise ValueError("residual cannot be with heads: they are norms of a block's input and of q and k")
+
+
+@dataclass(frozen=True)
+class SwiGLUShapesConfig:
+    """Shapes of SwiGLU and of the rotation of q and k."""
+
+    tokens: tuple[int, ...] = (2048, 16384, 131072)
+    """Tokens; may be repeated."""
+    d_ff: int = 3456
+    """Width of the feed-forward."""
+    n_heads: int = 20
+    """Query heads that are rotated."""
+    n_kv_heads: int = 4
+    """Key heads that are rotated."""
+    head_dim: int = 64
+    """Width of a head."""
+
+    def __post_init__(self) -> None:
+        require_each_positive(self, "tokens")
+        require_positive(self, "d_ff", "n_heads", "n_kv_heads", "head_dim")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even to be rotated, not {self.head_dim}")
+
+
+@dataclass(frozen=True)
+class GemmShapesConfig:
+    """Shapes of the matrix products of a linear layer, y = x W^T."""
+
+    tokens: int = 16384
+    """Rows of x."""
+    inputs: tuple[int, ...] = (768, 2048)
+    """Columns of x; may be repeated."""
+    outputs: tuple[int, ...] = (2816, 16384)
+    """Columns of y; one for each of the inputs."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tokens")
+        require_each_positive(self, "inputs", "outputs")
+        if len(self.inputs) != len(self.outputs):
+            raise ValueError(f"outputs must be one for each of the {len(self.inputs)} inputs, not {len(self.outputs)}")
 
 
 @dataclass(frozen=True)

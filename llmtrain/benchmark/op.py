@@ -29,6 +29,8 @@ class Budget:
     """Of each element, times its exact size."""
     relative_l2: float | None = None
     """Of the whole tensor, |error| / |exact|; instead of the two above."""
+    ulps: float | None = None
+    """Units in the last place of the output's dtype, half of one being a right rounding; instead of all above."""
     dtype: torch.dtype | None = None
     """What a competing arm must deliver; None: any."""
 
@@ -41,10 +43,22 @@ class Budget:
             raise ValueError(f"got: {tuple(got.shape)} where {tuple(exact.shape)} is exact")
         if not bool(torch.isfinite(got).all()):
             return float("inf")
+        if self.ulps is not None:
+            return ulp_error(got, exact) / self.ulps
         error = got.to(exact.dtype) - exact
         if self.relative_l2 is not None:
             return (error.norm() / exact.norm()).item() / self.relative_l2
         return (error.abs_() / exact.abs().mul_(self.rtol).add_(self.atol)).max().item()
+
+
+def ulp_error(got: Tensor, exact: Tensor) -> float:
+    """The largest error in units of the last place that `got`'s dtype has at the exact value.
+
+    Values below 2^-12 of the largest count as that: where terms cancel, only FP32's rounding of them is left.
+    """
+    size = exact.abs().clamp_min_((exact.abs().max() * 2.0**-12).item() or 1.0)
+    unit = torch.exp2(torch.floor(torch.log2(size))) * torch.finfo(got.dtype).eps
+    return ((got.to(exact.dtype) - exact).abs() / unit).max().item()
 
 
 @dataclass(frozen=True)

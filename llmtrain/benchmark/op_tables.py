@@ -48,7 +48,8 @@ def share_columns(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def group_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """One table: rows of one op and one direction, with the same columns of shape."""
-    arms = list(dict.fromkeys(arm["name"] for row in rows for arm in row["arms"]))
+    names = dict.fromkeys((not arm["ours"], arm["name"]) for row in rows for arm in row["arms"])
+    arms = [name for _, name in sorted(names, key=lambda found: found[0])]
     shape = list(rows[0]["shape"])
     shares = share_columns(rows)
     cells = []
@@ -64,11 +65,14 @@ def group_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             percent(row["floor"]),
         ])  # fmt: skip
     header = [*shape, *arms, *(name for name, _ in shares), "best peer", "best / ours", "floor"]
-    return [*table(header, cells, numbers_from=len(shape)), "", *summary(rows), ""]
+    said = summary(rows)
+    return [*table(header, cells, numbers_from=len(shape)), "", *said, *([""] if said else [])]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the table says as a whole: only rows with a peer inside the budget count."""
+    if not any(row["best"] for row in rows):
+        return []
     ratios = [peer["ratio"] for row in rows if row["best_in_budget"] and (peer := best_peer(row)) is not None]
     if not ratios:
         return ["No row has a peer inside the budget."]
@@ -77,6 +81,25 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     left_out = len(rows) - len(ratios)
     out = f" {left_out} rows have no peer inside the budget and are left out." if left_out else ""
     return [f"Best peer / ours: {range_line(ratios)}; {wins} wins, {losses} losses beyond the floor.{out}"]
+
+
+def error_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Each arm's worst error over its tolerance, in any row of one op."""
+    worst: dict[str, dict[str, float]] = {}
+    for row in rows:
+        for arm in row["arms"]:
+            of_arm = worst.setdefault(arm["name"], {})
+            for name, error in arm["errors"].items():
+                of_arm[name] = max(of_arm.get(name, 0.0), error)
+    outputs = list(dict.fromkeys(name for errors in worst.values() for name in errors))
+    if not outputs:
+        return []
+    cells = [
+        [arm, *(format(errors[name], ".2g") if name in errors else "" for name in outputs)]
+        for arm, errors in worst.items()
+        if errors
+    ]
+    return [f"Worst error of any row of {rows[0]['op']}, over the tolerance:", "", *table(["arm", *outputs], cells), ""]
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -102,6 +125,8 @@ def op_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     for (op, what, apart, _), group in groups.items():
         lines += [f"**{op}, {what}**{', before torch.compile was used in the process' if apart else ''}", ""]
         lines += group_lines(group)
+    for op in dict.fromkeys(row["op"] for row in rows):
+        lines += error_lines([row for row in rows if row["op"] == op])
     said = notes(rows)
     return [*lines, *said, ""] if said else lines
 

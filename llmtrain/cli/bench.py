@@ -1,4 +1,4 @@
-"""`llmtrain bench`: a training step by itself, in figures and by kernel."""
+"""`llmtrain bench`: a training step by itself, in figures and by kernel, and the ops that it is made of."""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from llmtrain.benchmark.config import Shape, TimingConfig
+from llmtrain.cli.bench_ops import COMMANDS as OP_COMMANDS
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.cli.train import preset_path, read_tables
 from llmtrain.model.config import ModelConfig
@@ -21,7 +22,11 @@ RANDOM_VOCABULARY = 16384
 
 @click.group()
 def command() -> None:
-    """Measure a training step on random tokens."""
+    """Measure a training step on random tokens, or one of its ops."""
+
+
+for op_command in OP_COMMANDS:
+    command.add_command(op_command)
 
 
 def step_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -38,7 +38,7 @@ COMMANDS = {
     "compare": ("llmtrain.cli.compare", "Say whether a run beats another, by more than chance."),
     "verify": ("llmtrain.cli.verify", "Check all checksums of a token file, a checkpoint or a run."),
     "sweep": ("llmtrain.cli.sweep", "Measure training throughput and memory over many shapes."),
-    "bench": ("llmtrain.cli.bench", "Measure a training step, or take it apart by kernel."),
+    "bench": ("llmtrain.cli.bench", "Measure a training step, take it apart by kernel, or measure one of its ops."),
 }
 
 

@@ -1,0 +1,81 @@
+"""An op's benchmark as a whole: the machine, its ceilings, the rows, and the Markdown of them."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from llmtrain.benchmark.ceilings import measure_ceilings
+from llmtrain.benchmark.config import GemmShapesConfig, NormShapesConfig, OpTimingConfig, SwiGLUShapesConfig
+from llmtrain.benchmark.machine import describe, headline, installed
+from llmtrain.benchmark.op import Case, measure_cases
+from llmtrain.benchmark.op_tables import LEGEND, ceilings_line, method_line, op_lines
+from llmtrain.benchmark.timing import Method
+from llmtrain.training.start import pick_device
+
+PEER_PACKAGES = ("liger-kernel", "quack-kernels", "transformer-engine")
+
+
+def method_of(timing: OpTimingConfig) -> Method:
+    return Method(timing.sessions, timing.rounds, timing.samples, timing.turn_seconds)
+
+
+def norm_cases(shapes: NormShapesConfig, timing: OpTimingConfig) -> list[Case]:
+    from llmtrain.benchmark import rmsnorm
+
+    device = pick_device(timing.device)
+    return [
+        rmsnorm.make_case(rmsnorm.Shape(t, width, shapes.heads, bool(shapes.heads), shapes.residual), device)
+        for width in shapes.width
+        for t in shapes.tokens
+    ]
+
+
+def swiglu_cases(shapes: SwiGLUShapesConfig, timing: OpTimingConfig) -> list[Case]:
+    from llmtrain.benchmark import swiglu
+
+    device = pick_device(timing.device)
+    heads = (shapes.n_heads, shapes.n_kv_heads, shapes.head_dim)
+    return [swiglu.swiglu_case(t, shapes.d_ff, device) for t in shapes.tokens] + [
+        swiglu.rotary_case(1, t, *heads, device) for t in shapes.tokens
+    ]
+
+
+def gemm_cases(shapes: GemmShapesConfig, timing: OpTimingConfig) -> list[Case]:
+    from llmtrain.benchmark import gemm
+
+    device = pick_device(timing.device)
+    pairs = zip(shapes.inputs, shapes.outputs, strict=True)
+    return [gemm.make_case(shapes.tokens, k, n, device) for k, n in pairs]
+
+
+def measure_op(
+    kind: str, cases: Sequence[Case], timing: OpTimingConfig, tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """All rows of the cases, as JSON: what docs/ops.md is made from."""
+    begin = time.perf_counter()
+    device = pick_device(timing.device)
+    machine = describe(device.type == "cuda")
+    machine["versions"] |= {name: installed(name) for name in PEER_PACKAGES}
+    ceilings = measure_ceilings(device)
+    method = method_of(timing)
+    rows = measure_cases(cases, device=device, method=method, ceilings=ceilings, compiled=timing.compile, tell=tell)
+    return {
+        "kind": kind,
+        "machine": machine,
+        "ceilings": ceilings.as_dict(),
+        "method": asdict(method),
+        "seconds": time.perf_counter() - begin,
+        "rows": rows,
+    }
+
+
+def section_lines(data: dict[str, Any]) -> list[str]:
+    """What `measure_op` returned, without a heading."""
+    told = f"{headline(data['machine'])} {ceilings_line(data['ceilings'])} {method_line(data['method'])}"
+    return [f"{told} It took {data['seconds']:.0f} s.", "", *op_lines(data["rows"])]
+
+
+def op_markdown(data: dict[str, Any]) -> str:
+    """A page of one benchmark."""
+    return "\n".join([f"# {data['kind']}", "", LEGEND, "", *section_lines(data)])

@@ -1,0 +1,47 @@
+"""`llmtrain bench rmsnorm|swiglu|gemm`: an op by itself against its peers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmtrain.benchmark.config import GemmShapesConfig, NormShapesConfig, OpTimingConfig, SwiGLUShapesConfig
+from llmtrain.cli.options import ConfigCommand, build, config_options
+from llmtrain.storage.errors import UsageError
+
+
+def op_command(name: str, summary: str, shapes: type, cases: str) -> click.Command:
+    """A command that times the cases which llmtrain.benchmark.ops.`cases` makes of `shapes`."""
+
+    @click.command(name, cls=ConfigCommand, help=summary)
+    @click.option(
+        "--output", type=click.Path(path_type=Path), metavar="FILE",
+        help="Also write the Markdown there, and its JSON to data/ beside it.",
+    )  # fmt: skip
+    @config_options(OpTimingConfig, shapes)
+    def command(given: dict[str, Any], output: Path | None) -> None:
+        timing = build(OpTimingConfig, given)
+        wanted: Any = build(shapes, given)
+
+        from llmtrain.benchmark import ops
+        from llmtrain.cli.bench import show
+        from llmtrain.training.fit import out_of_memory
+
+        make: Callable[..., list] = getattr(ops, cases)
+        try:
+            data = ops.measure_op(name, make(wanted, timing), timing, tell=lambda line: click.echo(line, err=True))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise UsageError(f"the shapes do not fit the device: take fewer --tokens ({error})") from None
+        show(data, ops.op_markdown(data), output)
+
+    return command
+
+
+COMMANDS = (
+    op_command("rmsnorm", "RMSNorm against its peers: error and time.", NormShapesConfig, "norm_cases"),
+    op_command("swiglu", "SwiGLU and the rotation of q and k against their peers.", SwiGLUShapesConfig, "swiglu_cases"),
+    op_command("gemm", "The matrix products of a linear layer against the ceiling.", GemmShapesConfig, "gemm_cases"),
+)
