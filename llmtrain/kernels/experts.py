@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.choice import TRITON, choose
+from llmtrain.kernels.fp8_grouped import Fp8Experts, quantise_rows
 from llmtrain.kernels.grouped import deliver_grouped_product, grouped_linear
 from llmtrain.kernels.linear import Remake
 from llmtrain.kernels.routing import Balance, Routing, route, route_backward
@@ -184,6 +185,15 @@ def weighted_swiglu_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, order
     return d_gate_up, d_weights
 
 
+def product_of_experts(x: Tensor, weight: Tensor, ends: Tensor, rows: Tensor | None = None, transposed: bool = False
+                       ) -> Tensor:  # fmt: skip
+    """`grouped_linear` of x, or of its `rows` (M,), in eight bits where the weight has such operands."""
+    eight: Fp8Experts | None = getattr(weight, "eight_bit", None) if x.dtype == torch.bfloat16 else None
+    if eight is not None:
+        return eight.multiply(*quantise_rows(x, rows), ends, transposed)
+    return grouped_linear(x if rows is None else gather(x, rows), weight, ends, transposed)
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x: (N, d), weight: (E, d) -> (N, E), in FP32 from the matmul's accumulator (FP64 for FP64 rows)."""
     w = operand(weight, x.dtype)
@@ -200,7 +210,7 @@ class _IntoExperts(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         logits = router_logits(rows, router)
         routing, loss, losses = route(logits, k, balance)
-        hidden = grouped_linear(gather(rows, routing.tokens), gate_up, routing.ends)
+        hidden = product_of_experts(rows, gate_up, routing.ends, routing.tokens)
         ctx.weights, ctx.remake, ctx.shape = (router, gate_up), remake, x.shape
         indices = routing.experts, routing.order, routing.tokens, routing.places, routing.ends
         kept = [*(losses or (None, None)), *([] if remake else [x])]
@@ -223,7 +233,7 @@ class _IntoExperts(torch.autograd.Function):
         del x, rows, kept
         dx = None
         if ctx.needs_input_grad[0]:
-            copies = grouped_linear(d_hidden, gate_up, ends, transposed=True)
+            copies = product_of_experts(d_hidden, gate_up, ends, transposed=True)
             dx = combine(copies, places, None, len(logits))
             dx = dx.addmm_(d_logits, operand(router, dx.dtype)).view(ctx.shape)
         return dx, d_router, d_gate_up, None, None, None
@@ -251,14 +261,14 @@ class _OutOfExperts(torch.autograd.Function):
         ctx.save_for_backward(tokens, ends, *([product] if not remake else []))
         if result:
             rows = into.view(-1, into.shape[-1])
-            combine(grouped_linear(product, down, ends), places, rows, len(rows))
+            combine(product_of_experts(product, down, ends), places, rows, len(rows))
         return into
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         tokens, ends, *kept = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-        d_product = grouped_linear(gather(rows, tokens), ctx.weight, ends, transposed=True)
+        d_product = product_of_experts(rows, ctx.weight, ends, tokens, transposed=True)
         product = ctx.remake() if ctx.remake else kept[0]
         ctx.remake = None
         d_down = deliver_grouped_product(ctx.weight, rows, product, ends, dy_rows=tokens)

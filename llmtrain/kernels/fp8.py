@@ -139,6 +139,11 @@ def largest_of(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
 
 
+def largest_of_rows(x: Tensor) -> Tensor:
+    """(N,) FP32: the largest magnitude of each row."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=-1, dtype=torch.float32)
+
+
 def scaled_mm(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, out_dtype: torch.dtype, *, fast: bool,
     out: Tensor | None = None,

@@ -102,8 +102,8 @@ def routing_bytes(c: ModelConfig, n: int, seq_len: int) -> int:
 def eight_bit_weights(c: ModelConfig) -> int:
     """Numbers in the matrices that have eight-bit operands."""
     attention = c.d_model * c.qkv_width + c.n_heads * c.head_dim * c.d_model
-    dense, shared = (c.n_layers - c.n_routed) * c.d_ff, c.n_routed * c.shared_width
-    return c.n_layers * attention + 3 * c.d_model * (dense + shared)
+    dense, routed = (c.n_layers - c.n_routed) * c.d_ff, c.n_routed * (c.shared_width + c.n_experts * c.expert_width)
+    return c.n_layers * attention + 3 * c.d_model * (dense + routed)
 
 
 def feed_forward_backward(
@@ -140,12 +140,14 @@ def feed_forward_backward(
     row, sums, hidden = c.d_model * copies * width, c.d_model * n * width, c.expert_width * copies * width
     product = 0 if selective else hidden
     of_router = 4 * copies  # gradients of the weights
+    operand, of_d_hidden = (row // width, 2 * c.expert_width * copies) if eight_bit else (row, 0)
     most = max(
-        row + hidden,  # copies of the stream's gradient, and the product's gradient
+        operand + hidden,  # copies of the stream's gradient, and the product's gradient
         hidden + (hidden if selective else 0),  # the product made again
         of_router + hidden + 2 * hidden - product,  # the gradient of gate and up
         of_router + (sums if selective else 0) - product,  # the input made again; gate and up went for their gradient
-        of_router + c.n_experts * n * width + row + sums - product,  # the gradient of the input's copies and its sum
+        # the gradient of the input's copies and its sum, or that of gate and up in eight bits
+        of_router + c.n_experts * n * width + row + max(sums, of_d_hidden) - product,
     )
     if c.shared_width:  # the sum stays, and all that the experts kept is gone
         most = max(most, sums - 2 * hidden - product - routing_bytes(c, n, n) + dense(c.shared_width))

@@ -137,7 +137,7 @@ class RunConfig:
     """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
     precision: Precision = field(default="bf16", metadata=DEFINES)
     """Type of activations and matmul operands; weights, gradients and moments are FP32 in any case. fp8: bf16, but the
-    operands of the blocks' matmuls, apart from attention's, routers' and routed experts', are in eight bits."""
+    operands of the blocks' matmuls are in eight bits, apart from attention's, routers' and those of experts' dW."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA where there is a card."""
     attention: Attention = "auto"

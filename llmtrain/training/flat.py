@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels.fp8 import Fp8Weight, Scaling, takes
+from llmtrain.kernels.fp8_grouped import Fp8Experts, experts_take
 from llmtrain.kernels.rotary import rotary_tables
 from llmtrain.model.transformer import Transformer
 
@@ -82,6 +83,10 @@ class FlatParameters:
             for i, name in enumerate(quantised):
                 self.eight_bit[name] = Fp8Weight(self.parameters[name], self.scaling, i)
                 self.parameters[name].eight_bit = self.eight_bit[name]  # type: ignore[attr-defined]
+        self.eight_bit_experts: dict[str, Fp8Experts] = {}
+        for name, parameter in self.parameters.items() if eight_bit else ():
+            if experts_take(parameter):
+                self.eight_bit_experts[name] = parameter.eight_bit = Fp8Experts(parameter)  # type: ignore[attr-defined]
         c = model.config
         model.cos, model.sin = rotary_tables(c.max_seq_len, c.head_dim, c.rope_theta, device)
         model.compute_dtype = compute_dtype
@@ -105,6 +110,8 @@ class FlatParameters:
             assert self.narrow is not None
             operands = [(self.view(self.narrow, name), operands) for name, operands in self.eight_bit.items()]
             self.scaling.quantise_weights(operands)
+            for name, experts in self.eight_bit_experts.items():
+                experts.refresh(self.view(self.narrow, name))
 
     def mark_gradients_stale(self) -> None:
         """The next gradient of each parameter overwrites what is there, instead of adding to it."""

@@ -10,6 +10,7 @@ import torch
 
 from llmtrain.kernels import choice
 from llmtrain.kernels.fp8 import E4M3, E5M2, HISTORY, LARGEST, Scale, Scaling, quantise, scale_for, scaled_mm
+from llmtrain.kernels.fp8_grouped import Fp8Experts, quantise_rows
 
 BOTH = pytest.mark.parametrize("implementation", [choice.REFERENCE, choice.TRITON])
 EVERY = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
@@ -70,7 +71,7 @@ def test_only_the_layouts_that_are_asked_for_are_made(implementation):
     with choice.forced(implementation):
         rows, columns = quantise(x, scale(4.0), E4M3)
         assert quantise(x, scale(4.0), E4M3, transposed=False)[1] is None
-        only, = (quantise(x, scale(4.0), E4M3, row_major=False)[1],)
+        (only,) = (quantise(x, scale(4.0), E4M3, row_major=False)[1],)
     assert rows.shape == (70, 130) and columns.shape == (130, 70) and torch.equal(only.float(), rows.float().T)
 
 
@@ -113,3 +114,44 @@ def test_a_product_is_that_of_the_quantised_numbers():
     assert (exact - x.double() @ w.double().T).norm() <= 0.1 * exact.norm()
     out = torch.empty(32, 16)
     assert scaled_mm(x8, w8.t(), sx.inverse, sw.inverse, torch.float32, fast=True, out=out) is out
+
+
+# --- experts: a scale a row -------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_rows_have_scales_of_their_own_and_the_bits_of_the_format(implementation):
+    torch.manual_seed(0)
+    x = (torch.randn(40, 72) * 2.0 ** torch.randint(-40, 40, (40, 1))).bfloat16()
+    x[3], x[4, 5], x[5, 6], x[6, 0] = 0, float("inf"), float("nan"), 448 * 2.0**20
+    rows = torch.randint(0, 40, (50,)).int()
+    with choice.forced(implementation):
+        y, inverse = quantise_rows(x, rows)
+        whole, _ = quantise_rows(x)
+    assert torch.equal(whole.view(torch.uint8)[rows], y.view(torch.uint8)), "gathered"
+    for i, row in enumerate(rows.tolist()):
+        finite = x[row].isfinite()
+        assert y[i].float()[~finite].isnan().all()
+        if not finite.all():
+            continue
+        factor = 1 / inverse[i].item()
+        assert np.array_equal(y[i].view(torch.uint8).numpy(), bits_by_hand(x[row], factor, E4M3))
+        largest = x[row].abs().max().item() * factor
+        assert largest == 0 or 224 < largest <= 448, "the largest power of two that fits"
+
+
+@BOTH
+def test_products_of_experts_in_eight_bits_are_those_of_the_quantised_numbers(implementation):
+    torch.manual_seed(0)
+    weight = torch.randn(3, 32, 48).bfloat16()
+    ends = torch.tensor([5, 5, 12]).int()
+    x, dy, owner = torch.randn(12, 48).bfloat16(), torch.randn(12, 32).bfloat16(), [0] * 5 + [2] * 7
+    with choice.forced(implementation):
+        experts = Fp8Experts(weight)
+        experts.refresh(weight)
+        y = experts.multiply(*quantise_rows(x), ends, transposed=False)
+        dx = experts.multiply(*quantise_rows(dy), ends, transposed=True)
+    for got, exact in ((y, torch.einsum("mi,moi->mo", x.double(), weight[owner].double())),
+                       (dx, torch.einsum("mo,moi->mi", dy.double(), weight[owner].double()))):  # fmt: skip
+        error = (got.double() - exact).norm() / exact.norm()
+        assert 0.005 < error < 0.05, "of three bits of mantissa"
