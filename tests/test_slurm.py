@@ -77,3 +77,26 @@ def test_failures_are_queued_again_until_there_are_too_many_in_a_row(here):
     for code in ("70", "74", "137", "75", "1", "139"):
         assert sbatch(here, CODE=code, MOST_FAILURES="4")[::2] == (int(code), ["requeue 77"])
     assert sbatch(here, CODE="74", MOST_FAILURES="3")[::2] == (74, [])
+
+
+# As many tasks as SLURM_NTASKS says; its code is the largest of theirs.
+MANY = """#!/bin/bash
+[ "$1" = --kill-on-bad-exit=0 ] || exit 2
+shift
+for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" >>out.$i 2>&1 & pids[i]=$!; done
+until grep -qs ' step 3/' out.0; do sleep 0.02; done
+kill -USR1 "${pids[@]}"
+most=0
+for pid in "${pids[@]}"; do wait "$pid"; code=$?; [ $code -gt $most ] && most=$code; done
+exit $most
+"""
+
+
+def test_several_tasks_are_the_ranks_of_one_run(here):
+    (here / "bin/srun").write_text(MANY)
+    show = 'if [ "$1" = show ]; then echo localhost; exit; fi\n'
+    (here / "bin/scontrol").write_text(f'#!/bin/sh\n{show}echo "$@" >>scontrol.log\n')
+    ranks = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost"}
+    code, said, asked = sbatch(here, *OPTIONS, **ranks)
+    assert (code, asked) == (75, ["requeue 77"]), said
+    assert "2 x " in (here / "out.0").read_text() and "SIGUSR1, which rank" in (here / "out.0").read_text()

@@ -53,9 +53,10 @@ def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
         try:
             train(config, resume, supervisor)
         except (Diverged, StopRequested) as error:
-            if not under_torchrun():
+            # All ranks end here. Rank 0 says how; torchrun would start them again after any other code than 0, so there
+            # only RUN/status.json has it.
+            if first and not under_torchrun():
                 raise
-            # All ranks end here: torchrun would start them again after any other code. RUN/status.json has this one's.
             if first:
                 click.echo(f"llmtrain: {error}", err=True)
 

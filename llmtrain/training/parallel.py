@@ -27,8 +27,12 @@ from llmtrain.training.config import RunConfig, under_torchrun, world_size
 from llmtrain.training.lifecycle import StopFlag, write_status
 from llmtrain.training.notify import LEEWAY, LONG
 
+MEETING = 600.0
+"""Seconds within which all ranks have to be there; boxes do not boot at the same time."""
 BEAT = 1.0
 """Seconds between two signs of life of a rank."""
+LAST = 30.0
+"""Seconds that rank 0 waits in the end for the others to end."""
 AHEAD = 2
 """Steps from the one at whose begin a stop is asked for to the stop. A rank that begins step n + 2 has the sum of step
 n behind it, so it can see what was said before that sum by any other."""
@@ -222,7 +226,9 @@ class World:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         patience = timedelta(seconds=LONG)
         try:
-            store, _, _ = next(dist.rendezvous("env://", self.rank, self.size, timeout=patience))
+            meeting = timedelta(seconds=MEETING)
+            store, _, _ = next(dist.rendezvous("env://", self.rank, self.size, timeout=meeting))
+            store.set_timeout(patience)
             self._store = dist.PrefixStore(f"llmtrain/{attempt}", store)
             # A client of its own: one that waits holds up whoever else asks through it.
             beside = dist.TCPStore(address, port, None, False, patience, wait_for_workers=False)
@@ -315,6 +321,8 @@ class _Watch(threading.Thread):
         with suppress(RuntimeError):
             if error is None or isinstance(error, StopRequested):
                 self.store.set(f"gone/{self.world.rank}", "")
+                if self.world.first:  # whose process may be the one that holds the store
+                    self.store.wait([f"gone/{i}" for i in range(self.world.size)], timedelta(seconds=LAST))
             elif not isinstance(error, RankLost):
                 text = str(error) if isinstance(error, LlmtrainError) else f"{type(error).__name__}: {error}"
                 self._say_failed(f"{self._named(self.world.rank)} has failed: {text}", error)
@@ -366,7 +374,8 @@ class _Watch(threading.Thread):
                 store_lost = store_lost or now
                 if now - store_lost > 5 * BEAT:
                     reason = str(error).splitlines()[0]
-                    return self._end(f"the store of the ranks is gone, and with it the launcher or rank 0: {reason}", 0)
+                    text = f"the store of the ranks is gone, and with it the launcher or rank 0: {reason}"
+                    return self._end(text, RankLost.exit_code)
 
     def _beat(self) -> None:
         while self._events and self._events[0][1].query():
@@ -443,8 +452,10 @@ class _Watch(threading.Thread):
         if told or self.world.first:
             with suppress(OSError):
                 os.write(2, line.encode())
-            with suppress(LlmtrainError, OSError):
-                write_status(self.run_dir, "failed", text, self.step, code or RankLost.exit_code)
+            with suppress(LlmtrainError, OSError, ValueError, KeyError):
+                # Of several that end, the first knows why; the store may have gone with it.
+                if json.loads((self.run_dir / "status.json").read_text())["state"] == "running":
+                    write_status(self.run_dir, "failed", text, self.step, code)
         agreed = code == Diverged.exit_code and under_torchrun()
         os._exit(0 if agreed else RankLost.exit_code)
 
@@ -465,12 +476,13 @@ def world_of(run: RunConfig, pick_device: Callable[[str], torch.device]) -> Iter
         ) from None
     device = pick_device(run.device)
     if device.type == "cuda":
-        if world.local >= torch.cuda.device_count():
+        cards = torch.cuda.device_count()
+        if world.local >= cards > 1:
             raise UsageError(
-                f"rank {world.rank} is number {world.local} on its machine, which has {torch.cuda.device_count()} "
-                "cards: start one process for each"
+                f"rank {world.rank} is number {world.local} on its machine, which has {cards} cards: start one process "
+                "for each"
             )
-        device = torch.device("cuda", world.local)
+        device = torch.device("cuda", world.local if cards > 1 else 0)  # Slurm may show each process its own alone
         torch.cuda.set_device(device)  # before all else: what is made on another card stays there
     try:
         world.join(run, device)

@@ -2,8 +2,11 @@
 rank is stopped, dies, freezes, fails or is slow."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -109,7 +112,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_one_that_is_told_to_stop
         run = forks.start_ranks(here, "sizes", ranks, *options, before=SOON)
         run[0].says(f" step {at}/{STEPS} ")
         run[told].send(signal.SIGTERM)
-        assert run.end() == [75] * ranks, [rank.err for rank in run.ranks]
+        assert run.end() == [75] + [0] * (ranks - 1), [rank.err for rank in run.ranks]
         now = status(here / "sizes")
         assert now["state"] == "stopped" and at <= now["step"] < 50 and now["exit_code"] == 75
         by = f"SIGTERM, which rank {told} on .* got," if told else "SIGTERM"
@@ -190,3 +193,35 @@ if rank == 1: step.TrainStep.micro_step = slow
     assert any("rank 1 on" in event["text"] for event in said) and "is slow" in run[0].out
     trained = lines(here / "slow", "train")[-1]
     assert trained["slowest_rank"] == 1 and trained["slowest_rank_ms"] > 100 > trained["rank_ms"]
+
+
+def test_torchrun_starts_a_killed_rank_again_and_an_agreed_stop_is_a_success(here, alone):
+    (here / "rank.py").write_text("""
+import os, signal
+from llmtrain.cli.main import main
+from llmtrain.training import step
+
+micro, calls = step.TrainStep.micro_step, [0]
+first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+def ends(self, *arguments, **named):
+    calls[0] += 1
+    if os.environ["RANK"] == "1" and calls[0] == (25 if first_attempt else 6):
+        os.kill(os.getpid(), signal.SIGKILL if first_attempt else signal.SIGTERM)
+    micro(self, *arguments, **named)
+step.TrainStep.micro_step = ends
+main()
+""")
+    options = [str(option) for option in OPTIONS if option != "--resume"]  # a restart goes on all the same
+    options += ["--batch-size", "4", "--run-dir", "torchrun"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*launcher, "--max-restarts", "1", "rank.py", *options],
+        cwd=here, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "starts at step 20 of 50" in done.stdout and "llmtrain: stopped by SIGTERM, which rank 1 on" in done.stderr
+    now = status(here / "torchrun")
+    assert (now["state"], now["step"], now["exit_code"]) == ("stopped", 28, 75)
+    told = losses(here / "torchrun")
+    assert told == pytest.approx({at: alone[at] for at in told}, rel=1e-6) and (28, "train") in told
