@@ -248,7 +248,7 @@ def test_damage_is_left_out_and_the_manifest_says_where(here: Path, capsys: pyte
     [
         ("a.jsonl", b'{"text": "a"}\n{"text"', r"a.jsonl: not JSON \(.*\) at line 2: correct it, or leave such docu"),
         ("a.jsonl", b'{"body": "a"}', r"no text in field 'text' \(there are: body\) at line 1: name .*--text-field"),
-        ("a.txt.gz", gzip.compress(b"text", mtime=0)[:-1], r"gz: its gzip data end too early at byte 0: get .*-bad skip"),
+        ("a.txt.gz", gzip.compress(b"text", mtime=0)[:-1], r"gz: its gzip data end too early at byte 0: get .* skip"),
         ("a.gz", b"text", r"a.gz: its name says gzip and its content does not at byte 0: get the file again"),
         ("a.parquet", b"PAR1 PAR1", r"a.parquet: its Parquet data are damaged \(.*\) at row 1: get the file again"),
     ],
