@@ -221,7 +221,7 @@ class World:
 
     def join(self, run: RunConfig, device: torch.device) -> None:
         """Meets the other ranks. Raises UsageError, RankLost."""
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink: seen to hang, and no faster for two
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink, for who asks for it
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         patience = timedelta(seconds=LONG)
@@ -233,7 +233,7 @@ class World:
             # A client of its own: one that waits holds up whoever else asks through it.
             beside = dist.TCPStore(address, port, None, False, patience, wait_for_workers=False)
             beside_store = dist.PrefixStore(f"llmtrain/{attempt}", beside)
-            self._watch = _Watch(self, beside_store, run)
+            self._watch = _Watch(self, beside_store, run, device)
             self._watch.start()
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -264,9 +264,9 @@ class _Watch(threading.Thread):
     """Writes this rank's beats and reads the others'. Ends the process where the run cannot go on: what waits for a
     rank that is gone waits for ever."""
 
-    def __init__(self, world: World, store: dist.Store, run: RunConfig) -> None:
+    def __init__(self, world: World, store: dist.Store, run: RunConfig, device: torch.device) -> None:
         super().__init__(name="ranks", daemon=True)
-        self.world, self.store, self.run_dir = world, store, run.run_dir
+        self.world, self.store, self.run_dir, self.device = world, store, run.run_dir, device
         self.patience = self.silence = float(run.rank_timeout)
         self.step = 0
         self.path = run.run_dir / "ranks" / f"rank-{world.rank:05d}.log"
@@ -350,6 +350,8 @@ class _Watch(threading.Thread):
     # The thread's part.
 
     def run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins on card 0
         left = (self.world.rank - 1) % self.world.size
         seen, since, store_lost = "", time.monotonic(), 0.0
         while not self._over.wait(BEAT):
