@@ -49,14 +49,14 @@ class RandomSteps:
         self.shape = shape
         self.attention = timing.attention
         check_precision(timing.precision, shape.seq_len, device)
-        backend = pick_attention(timing.attention, timing.precision, shape.model.head_dim, shape.seq_len, device)
+        self.backend = pick_attention(timing.attention, timing.precision, shape.model, shape.seq_len, device)
         self.memory = training_memory(
             shape.model,
             shape.batch_size,
             shape.seq_len,
             precision=timing.precision,
             checkpoint_activations=timing.checkpoint_activations,
-            attention=backend.name,
+            attention=self.backend.name,
             device=device,
         )
         self.step = TrainStep.build(
@@ -161,7 +161,7 @@ def measure_step(shape: Shape, timing: TimingConfig, tell: Callable[[str], None]
         "shape": asdict(shape),
         "device": str(device),
         "precision": timing.precision,
-        "attention": choice.ran["attention"],
+        "attention": steps.backend.label(choice.ran),
         "checkpoint_activations": timing.checkpoint_activations,
         "steps": count * timing.bursts,
         "step_ms": wall.pooled * 1e3,

@@ -6,8 +6,8 @@ The one module of this room that knows torch.
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -43,8 +43,9 @@ class Batch:
     """(B, T) int32, the column where the token's document begins; 0 where it began before the window"""
     sequences: int
     """rows that are not missing"""
-    pairs: int
-    """(query, key) pairs that attend in those rows, counted document by document where there is a document mask"""
+    pairs: float
+    """(query, key) pairs that attend in those rows, counted document by document where there is a document mask; the
+    mean over the model's layers, whose windows differ"""
 
 
 def micro_batches(
@@ -77,6 +78,16 @@ def _empty(rows: int, seq_len: int, pinned: bool) -> Batch:
     return Batch(ids, targets, torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned), rows, 0)
 
 
+def attending_pairs(length: np.ndarray, attention_windows: Sequence[int | None]) -> np.ndarray:
+    """(query, key) pairs of causal documents of these lengths, the mean over layers; `attention_windows`: keys that a
+    token sees at most in each layer, None: all."""
+    total = np.zeros(length.shape)
+    for width, layers in Counter(attention_windows).items():
+        seen = length if width is None else np.minimum(length, width)
+        total += layers * (length * seen - seen * (seen - 1) // 2)
+    return total / len(attention_windows)
+
+
 def _fill(
     order: SampleOrder,
     source: np.ndarray,
@@ -84,9 +95,10 @@ def _fill(
     document_mask: bool,
     batch: Batch,
     pieces: list[Pieces] | None = None,
+    attention_windows: Sequence[int | None] = (None,),
 ) -> np.ndarray:
     """Writes the rows located at `source`, `window` (B,) into the host tensors of `batch`, (B, T). Returns the pairs
-    that attend in each row, (B,) int64, none in a missing one. `pieces`: of each source's windows, where known."""
+    that attend in each row, (B,), none in a missing one. `pieces`: of each source's windows, where known."""
     rows, seq_len = batch.ids.shape
     tokens = np.zeros((rows, seq_len + 1), np.uint16)
     starts = [np.arange(rows) * seq_len]
@@ -121,8 +133,8 @@ def _fill(
     doc_start.reshape(-1)[:] = np.repeat((begin % seq_len).astype(np.int32), length)
     if not document_mask:
         length, begin = np.full(rows, seq_len), np.arange(rows) * seq_len
-    pairs = np.add.reduceat(length * (length + 1) // 2, np.searchsorted(begin, np.arange(rows) * seq_len))
-    return np.where(source < 0, 0, pairs)
+    pairs = attending_pairs(length, attention_windows)
+    return np.where(source < 0, 0.0, np.add.reduceat(pairs, np.searchsorted(begin, np.arange(rows) * seq_len)))
 
 
 def _ranges(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -131,7 +143,7 @@ def _ranges(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
-def _rows(batch: Batch, begin: int, end: int, sequences: int, pairs: int = 0) -> Batch:
+def _rows(batch: Batch, begin: int, end: int, sequences: int, pairs: float = 0.0) -> Batch:
     """A part of a batch, sharing its memory."""
     return Batch(batch.ids[begin:end], batch.targets[begin:end], batch.doc_start[begin:end], sequences, pairs)
 
@@ -145,8 +157,14 @@ def check_document_mask(order: SampleOrder) -> None:
             )
 
 
-def assemble(order: SampleOrder, samples: np.ndarray, document_mask: bool = False) -> Batch:
-    """The batch of `samples` (B,) int64, -1 for missing ones, on the CPU.
+def assemble(
+    order: SampleOrder,
+    samples: np.ndarray,
+    document_mask: bool = False,
+    attention_windows: Sequence[int | None] = (None,),
+) -> Batch:
+    """The batch of `samples` (B,) int64, -1 for missing ones, on the CPU. `attention_windows`: of the model's layers,
+    for counting pairs.
 
     With `document_mask` the target after an EOS is ignored. Raises BadData for an id beyond the vocabulary.
     """
@@ -154,8 +172,8 @@ def assemble(order: SampleOrder, samples: np.ndarray, document_mask: bool = Fals
         check_document_mask(order)
     source, window = _locate(order, samples)
     batch = _empty(len(samples), order.seq_len, pinned=False)
-    pairs = _fill(order, source, window, document_mask, batch)
-    return _rows(batch, 0, len(samples), int((samples >= 0).sum()), int(pairs.sum()))
+    pairs = _fill(order, source, window, document_mask, batch, attention_windows=attention_windows)
+    return _rows(batch, 0, len(samples), int((samples >= 0).sum()), float(pairs.sum()))
 
 
 def held_out_batches(
@@ -208,7 +226,7 @@ class _Filled:
     batch: Batch
     sequences: list[int]
     """of each micro-batch"""
-    pairs: list[int]
+    pairs: list[float]
     """of each micro-batch"""
     pinned: _Pinned | None
 
@@ -243,6 +261,7 @@ class BatchStream:
         document_mask: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        attention_windows: Sequence[int | None] = (None,),
         depth: int = 4,
     ) -> None:
         if document_mask:
@@ -250,6 +269,7 @@ class BatchStream:
         self.wait_seconds = 0.0
         self._order = order
         self._document_mask = document_mask
+        self._attention_windows = attention_windows
         self._device = torch.device(device)
         self._batch_size = batch_size
         self._per_fill = max(1, FILL_TOKENS // (batch_size * order.seq_len))
@@ -325,7 +345,9 @@ class BatchStream:
                 else:
                     pinned.copied.synchronize()
                     batch = _rows(pinned.batch, 0, len(source), len(source))
-                attending = _fill(self._order, source, window, self._document_mask, batch, pieces)
+                attending = _fill(
+                    self._order, source, window, self._document_mask, batch, pieces, self._attention_windows
+                )
                 sequences = (source >= 0).reshape(-1, self._batch_size).sum(1).tolist()
                 by_group = attending.reshape(-1, self._batch_size).sum(1).tolist()
                 self._ready.put(_Filled(batch, sequences, by_group, pinned))

@@ -29,7 +29,7 @@ def document_ranges_reference(cu_seqlens: Tensor, total: int, window: int | None
 if triton is not None:
 
     @triton.jit
-    def _document_ranges_kernel(cu_seqlens, ranges, n, last, window, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    def _attention_ranges_kernel(cu_seqlens, ranges, n, last, window, STEPS: tl.constexpr, BLOCK: tl.constexpr):
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         # The last border at or before the token, by halving: borders[low] <= token < borders[high].
         low = tl.zeros((BLOCK,), tl.int32)
@@ -48,7 +48,7 @@ if triton is not None:
         tl.store(ranges + n + token, end, token < n)
 
     @triton.jit
-    def _clear_behind_kernel(x, border, n, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    def _attention_clear_behind_kernel(x, border, n, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
         first = tl.program_id(0) * ROWS
         behind = tl.load(border).to(tl.int32)
         if first + ROWS > behind:
@@ -70,7 +70,7 @@ def document_ranges(cu_seqlens: Tensor, total: int, window: int | None) -> Tenso
     ranges = torch.empty(2, total, dtype=torch.int32, device=cu_seqlens.device)
     last = len(cu_seqlens) - 1
     block = 256
-    _document_ranges_kernel[(triton.cdiv(total, block),)](
+    _attention_ranges_kernel[(triton.cdiv(total, block),)](
         cu_seqlens, ranges, total, last, min(window or total, total), STEPS=(last + 1).bit_length(), BLOCK=block
     )
     return ranges
@@ -83,4 +83,4 @@ def clear_behind(x: Tensor, border: Tensor) -> None:
         return
     rows = 64
     width = x[0].numel()
-    _clear_behind_kernel[(triton.cdiv(len(x), rows),)](x, border, len(x), width, ROWS=rows, BLOCK=64)
+    _attention_clear_behind_kernel[(triton.cdiv(len(x), rows),)](x, border, len(x), width, ROWS=rows, BLOCK=64)

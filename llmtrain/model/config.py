@@ -49,6 +49,10 @@ class ModelConfig:
     """With moe: weight of the squared log-partition of the routers' logits; 0: none."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the head's."""
+    window: int = 0
+    """Keys that a token sees at most in layers with a sliding window, itself among them; 0: no layer has one."""
+    global_every: int = 0
+    """Every N-th layer sees everything even so, such as the 4th, the 8th and so on; 0: with a window all have it."""
     qk_norm: bool = False
     """Normalise queries and keys before the rotation, as Qwen3 does."""
     rope_theta: float = 10000.0
@@ -64,7 +68,8 @@ class ModelConfig:
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
-        for name in ("vocab_size", "max_seq_len", "moe_d_ff", "n_shared_experts", "moe_layers"):
+        of_experts = "moe_d_ff", "n_shared_experts", "moe_layers"
+        for name in ("vocab_size", "max_seq_len", "window", "global_every", *of_experts):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.vocab_size > 65536:
@@ -77,6 +82,10 @@ class ModelConfig:
         for name in ("z_loss", "balance_loss", "router_z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.global_every and not self.window:
+            raise ValueError(f"global_every {self.global_every} says which layers have no window: give window too")
+        if self.global_every == 1:
+            raise ValueError(f"global_every 1 leaves no layer the window of {self.window}: leave both out")
         for name in ("rope_theta", "norm_eps", "init_std"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
@@ -125,6 +134,15 @@ class ModelConfig:
         return (
             f"{dense}{self.n_routed} layers of {self.n_experts} experts of {self.expert_width}, of which a token meets "
             f"{self.experts_per_token}{shared}"
+        )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, in keys; None: it sees everything."""
+        every = self.global_every
+        return tuple(
+            self.window if self.window and not (every and (layer + 1) % every == 0) else None
+            for layer in range(self.n_layers)
         )
 
     @property

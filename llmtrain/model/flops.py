@@ -5,6 +5,7 @@ does not), plus, a layer, 12 * n_heads * head_dim for each (query, key) pair tha
 forward once and backward twice). Classic: 6 * active + 12 * n_layers * seq_len * d_model, to compare with older tables.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -48,22 +49,26 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def attention_flops(config: ModelConfig, lengths: Iterable[int], windows: Iterable[int | None] | None = None) -> int:
-    """Forward and backward attention FLOPs of documents of these lengths, over all layers (`windows`: one a layer)."""
+    """Forward and backward attention FLOPs of documents of these lengths, over all layers; `windows`: one a layer, by
+    default the configuration's."""
     lengths = list(lengths)
-    if windows is None:
-        pairs = config.n_layers * sum(map(causal_pairs, lengths))
-    else:
-        pairs = sum(causal_pairs(length, window) for window in windows for length in lengths)
+    by_window = Counter(config.windows if windows is None else windows)
+    pairs = sum(n * sum(causal_pairs(length, window) for length in lengths) for window, n in by_window.items())
     return 12 * config.n_heads * config.head_dim * pairs
+
+
+def layer_pairs(config: ModelConfig, length: int) -> float:
+    """(query, key) pairs of one document: the mean over layers, whose windows differ."""
+    return sum(causal_pairs(length, window) for window in config.windows) / config.n_layers
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, pairs: float | None = None) -> float:
     """Exact FLOPs a token of one training step on windows of seq_len tokens, forward and backward.
 
-    pairs: (query, key) pairs that attend, a token; those of whole windows where not given.
+    pairs: (query, key) pairs that attend, a token, the mean over layers; those of whole rows where not given.
     """
     if pairs is None:
-        pairs = causal_pairs(seq_len) / seq_len
+        pairs = layer_pairs(config, seq_len) / seq_len
     return 6 * parameter_counts(config).in_matmuls + 12 * config.n_layers * config.n_heads * config.head_dim * pairs
 
 
@@ -80,7 +85,7 @@ def rerun_flops_per_token(
     routed = c.n_experts + 2 * c.experts_per_token * c.expert_width + 2 * c.shared_width
     widths = c.n_layers * (c.qkv_width + c.n_heads * c.head_dim) + (c.n_layers - c.n_routed) * 2 * c.d_ff
     if pairs is None:
-        pairs = causal_pairs(seq_len) / seq_len
+        pairs = layer_pairs(config, seq_len) / seq_len
     return 2 * c.d_model * (widths + c.n_routed * routed) + 4 * c.n_layers * c.n_heads * c.head_dim * pairs
 
 

@@ -7,11 +7,12 @@ sums, partial sums of the norms' weights) is left out. On a CPU the references o
 FP32; of that the head's is counted, which is by far the most.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
-from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH
+from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, GRAPH
 from llmtrain.kernels.choice import TRITON
 from llmtrain.kernels.cross_entropy import chunk_rows
 from llmtrain.model.config import CheckpointActivations, ModelConfig
@@ -51,9 +52,9 @@ class MemoryPlan:
 
 def kept_by_layer(
     c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int,
-    document_mask: bool = False, routed: bool = False, eight_bit: bool = False,
+    document_mask: bool = False, routed: bool = False, eight_bit: bool = False, windowed: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What one block keeps for its backward, one with experts where it is `routed`."""
+    """What one block keeps for its backward; `routed`: with experts, `windowed`: with a sliding window."""
     d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     f = c.experts_per_token * c.expert_width + c.shared_width if routed else c.d_ff  # that a token meets
     if checkpoint_activations == "full":
@@ -88,8 +89,8 @@ def kept_by_layer(
             kept["qkv"] = q * n * width + (kept["qkv"] if c.qk_norm else 0)
     else:
         kept["statistics"] += 4 * c.n_heads * n
-    if attention == TRITON and not document_mask:
-        kept["statistics"] += 4 * n  # where each query's document begins, which is the batch's own with a mask
+    if attention == TRITON and (windowed or not document_mask):
+        kept["statistics"] += 4 * n  # the first key each query sees: with a mask alone that is the batch's own
     return kept
 
 
@@ -158,11 +159,17 @@ def attention_backward(c: ModelConfig, n: int, width: int, attention: str) -> in
     """What attention's backward takes beside what is kept and the gradient of its result."""
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     gradients = (q + 2 * kv) * n * width
-    if attention in (CUDNN, FLASH, EFFICIENT):
+    if attention in (CUDNN, GRAPH, FLASH, EFFICIENT):
         # dq is summed in FP32, dk and dv by query head before they are added up, and dy * out needs a sum a row.
         by_query_head = 2 * q * n * width if q != kv else 0
         return gradients + 4 * q * n + by_query_head + 4 * c.n_heads * n
     return gradients + 4 * c.n_heads * n
+
+
+def windowed_backend(attention: str) -> str:
+    """That of layers with a window where the others have `attention`. cuDNN's graph API keeps 4 bytes a token less than
+    our kernel, which is left out."""
+    return TRITON if attention in (CUDNN, FLASH, GRAPH) else attention
 
 
 def training_memory(
@@ -197,13 +204,15 @@ def training_memory(
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
     }
 
-    def layer_keeps(mode: CheckpointActivations, routed: bool) -> dict[str, int]:
-        return kept_by_layer(c, n, width, mode, attention, seq_len, document_mask, routed, eight_bit)
+    def layer_keeps(mode: CheckpointActivations, routed: bool, windowed: bool = False) -> dict[str, int]:
+        backend = windowed_backend(attention) if windowed else attention
+        return kept_by_layer(c, n, width, mode, backend, seq_len, document_mask, routed, eight_bit, windowed)
 
+    kinds = Counter((c.is_routed(i), window is not None and window < seq_len) for i, window in enumerate(c.windows))
     activations: dict[str, int] = {}
-    for routed, layers in ((False, c.n_layers - c.n_routed), (True, c.n_routed)):
-        for name, size in layer_keeps(checkpoint_activations, routed).items():
-            if size and layers:
+    for (routed, windowed), layers in kinds.items():
+        for name, size in layer_keeps(checkpoint_activations, routed, windowed).items():
+            if size:
                 activations[name] = activations.get(name, 0) + layers * size
     layer = layer_keeps("none" if checkpoint_activations == "full" else checkpoint_activations, c.moe)  # the last one
     row = d * n * width

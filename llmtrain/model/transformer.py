@@ -40,20 +40,33 @@ class LossSums:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far: per layer (B, max_len, n_kv_heads, head_dim) in the compute dtype."""
+    """Keys and values of the tokens seen so far, in the compute dtype: of each layer (2, B, n, n_kv_heads, head_dim),
+    with n the max_len, or what a window lets the next token see of those before it."""
 
     def __init__(self, config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (config.n_layers, batch, max_len, config.n_kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+        self.windows = config.windows
+        self.layers = [
+            torch.zeros(2, batch, max_len if window is None else min(max_len, window - 1), config.n_kv_heads,
+                        config.head_dim, dtype=dtype, device=device)
+            for window in config.windows
+        ]  # fmt: skip
         self.length = 0
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v (B, T, Hkv, D) behind what is there; returns all of both: (B, length + T, Hkv, D)."""
-        end = self.length + k.shape[1]
-        self.k[layer, :, self.length : end] = k
-        self.v[layer, :, self.length : end] = v
-        return self.k[layer, :, :end], self.v[layer, :, :end]
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Stores k, v (B, T, Hkv, D) behind what is there. Returns all of both that any of the T tokens sees,
+        (B, kept + T, Hkv, D), and kept."""
+        held, t = self.layers[layer], k.shape[1]
+        if self.windows[layer] is None:
+            end = self.length + t
+            held[0, :, self.length : end] = k
+            held[1, :, self.length : end] = v
+            return held[0, :, :end], held[1, :, :end], self.length
+        room = held.shape[2]
+        kept = min(self.length, room)
+        both = torch.cat([held[:, :, :kept], torch.stack([k, v])], 2)
+        last = both[:, :, max(0, kept + t - room) :]
+        held[:, :, : last.shape[2]] = last
+        return both[0], both[1], kept
 
 
 class Linear(nn.Module):
@@ -148,11 +161,12 @@ class Attention(nn.Module):
         )
         if context.checkpoint_activations == "selective" and q_norm is None:
             v = v.contiguous()  # and with that lets go of qkv, which QK-norm's backward needs
-        offset = 0
+        offset, doc_start = 0, context.doc_start
         if context.cache is not None:
-            offset = context.cache.length
-            k, v = context.cache.extend(layer, k, v)
-        y = attention(q, k, v, offset=offset, doc_start=context.doc_start)  # (B, T, H, D)
+            k, v, offset = context.cache.extend(layer, k, v)
+            if doc_start is not None:  # in columns of what the cache still holds
+                doc_start = (doc_start - (context.cache.length - offset)).clamp_min(0)
+        y = attention(q, k, v, offset=offset, doc_start=doc_start, window=c.windows[layer])  # (B, T, H, D)
         rows = y.reshape(*x.shape[:-1], -1)
         return self.out.add(rows, h, context.remade(lambda: rows))  # attention keeps it anyway
 

@@ -18,7 +18,7 @@ from llmtrain.storage.errors import ConfigMismatch
 DEFINES = {"defines_run": True}
 
 Precision = Literal["bf16", "fp32", "fp8"]
-Attention = Literal["auto", "cudnn", "flash", "efficient", "triton", "reference"]
+Attention = Literal["auto", "cudnn", "cudnn-graph", "flash", "efficient", "triton", "reference"]
 
 
 def world_size() -> int:

@@ -16,6 +16,7 @@ from llmtrain.model.flops import (
     causal_pairs,
     classic_flops_per_token,
     flops_per_token,
+    layer_pairs,
     parameter_counts,
     peak_flops,
     rerun_flops_per_token,
@@ -99,9 +100,10 @@ def make_plan(
         model, seq_len, mode = config.model, config.data.seq_len, config.run.checkpoint_activations
         return flops_per_token(model, seq_len, pairs), rerun_flops_per_token(model, seq_len, mode, pairs)
 
-    pairs = causal_pairs(config.data.seq_len) / config.data.seq_len
+    pairs = layer_pairs(config.model, config.data.seq_len) / config.data.seq_len
     if config.data.document_mask:
-        looked_at = assemble(order, np.arange(max(1, PAIRS_OF // config.data.seq_len)), document_mask=True)
+        first = np.arange(max(1, PAIRS_OF // config.data.seq_len))
+        looked_at = assemble(order, first, document_mask=True, attention_windows=config.model.windows)
         pairs = looked_at.pairs / looked_at.ids.numel()
     return Plan(
         total_samples=total_samples,
@@ -176,10 +178,13 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
     devices = f"{plan.ranks} x {device_name}" if plan.ranks > 1 else device_name
     on_ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     total_tokens = plan.total_samples * seq_len
+    hidden = ["within documents"] * config.data.document_mask
+    if with_window := sum(window is not None for window in model.windows):
+        hidden.append(f"{with_window} of {model.n_layers} layers within {model.window:,} tokens")
     documents = ""
-    if config.data.document_mask:
+    if hidden:
         share = plan.pairs_per_token / (causal_pairs(seq_len) / seq_len)
-        documents = f"; within documents, {share:.0%} of the pairs of whole windows"
+        documents = f"; {', '.join(hidden)}, {share:.0%} of the pairs of whole rows"
     lines = [
         f"model       {counts.total:,} parameters, {counts.active:,} active: "
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "

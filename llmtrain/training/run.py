@@ -52,7 +52,7 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     settings, data = config.run, config.data
     start.check_precision(settings.precision, data.seq_len, device)
     attention = start.pick_attention(
-        settings.attention, settings.precision, config.model.head_dim, data.seq_len, device, data.document_mask
+        settings.attention, settings.precision, config.model, data.seq_len, device, data.document_mask
     )
     room, auto = fit.room(device), settings.batch_size == "auto"
     config = start.settle_batch_size(config, attention, device, room, resume, world.size)
@@ -135,7 +135,7 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     for line in describe(run.config, plan, run.order, start.device_name(run.device), checkpoints):
         log.line(line)
     tokens = samples * run.config.data.seq_len
-    environment = start.environment(run.device, run.attention.name)
+    environment = start.environment(run.device, run.attention.label())
     log.event(at, tokens, "start", f"starts at step {at} of {plan.total_steps}", environment=environment)
     _say_trial(run, plan, log, tokens)
     for note in notes:
@@ -194,7 +194,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
     health = Health(run, plan)
     replay = Replay(run, log)
     waited = 0.0
-    pairs = own_tokens = 0  # that attended since the last train line, and of how many tokens of this rank
+    pairs, own_tokens = 0.0, 0  # that attended since the last train line, and of how many tokens of this rank
 
     def alive(within: float | None = None) -> None:
         supervisor.alive(within)
@@ -318,7 +318,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
             if run.at_step % settings.log_every == 0 or run.at_step == first or last:
                 figures = step.metrics()
                 flops = plan.flops(pairs / own_tokens if own_tokens else plan.pairs_per_token)
-                pairs = own_tokens = 0
+                pairs, own_tokens = 0.0, 0
                 rate, step_ms = throughput.take()
                 data_ms = 1e3 * (stream.wait_seconds - waited)
                 waited = stream.wait_seconds

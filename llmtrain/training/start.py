@@ -20,6 +20,7 @@ from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend, training_backend
 from llmtrain.kernels.fp8 import MULTIPLE
+from llmtrain.model.config import ModelConfig
 from llmtrain.model.evaluation import evaluate
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
@@ -64,13 +65,22 @@ def check_precision(precision: str, seq_len: int, device: torch.device) -> None:
 
 
 def pick_attention(
-    asked: str, precision: str, head_dim: int, seq_len: int, device: torch.device, masked: bool = False
+    asked: str, precision: str, model: ModelConfig, seq_len: int, device: torch.device, masked: bool = False
 ) -> Backend:
     """The backend of --attention. Raises UsageError where the one asked for cannot do the shape on the device."""
+    shape = asked, COMPUTE_DTYPES[precision], model.head_dim, seq_len, device, masked
+    hiding = [window is not None and window < seq_len for window in model.windows]
     try:
-        return training_backend(asked, COMPUTE_DTYPES[precision], head_dim, seq_len, device, masked)
+        without = None if all(hiding) else training_backend(*shape)
+        within = training_backend(*shape, windowed=True) if any(hiding) else None
     except ValueError as error:
         raise UsageError(f"--attention {asked}: it {error}: name another, or leave it at auto") from None
+    if within is None:
+        assert without is not None
+        return without
+    if without is None:
+        return Backend(within.name, within.why, within.name)
+    return Backend(without.name, f"{without.why}; within windows {within.name}: {within.why}", within.name)
 
 
 def device_name(device: torch.device) -> str:
@@ -176,7 +186,7 @@ class Started:
             "tokens": samples * self.config.data.seq_len,
             "config": to_tables(self.config),
             "corpus": self.corpus,
-            "environment": environment(self.device, choice.ran.get("attention", self.attention.name)),
+            "environment": environment(self.device, self.attention.label(choice.ran)),
         }
 
 
@@ -342,7 +352,7 @@ def start(
     else:
         optimizer.set_counts(state["optimizer"])
         at_step = state["step"]
-        now = environment(device, attention.name)
+        now = environment(device, attention.label())
         for name, value in state["environment"].items():
             if now.get(name) != value:
                 notes.append(f"{name} is {now.get(name)}, was {value}: losses may differ in their last bits from here")

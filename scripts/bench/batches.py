@@ -143,7 +143,7 @@ def child_scale(path: str, packing: str, seq_len: int, batches: int) -> dict:
         OptimizerConfig(), ScheduleConfig(), RunConfig(device="cpu", batch_size=16, run_dir=Path(path).parent),
     )  # fmt: skip
     config, order, _ = open_corpus(config)
-    attention = pick_attention("auto", "bf16", config.model.head_dim, seq_len, device, True)
+    attention = pick_attention("auto", "bf16", config.model, seq_len, device, True)
     plan = make_plan(config, order, device, "cpu", attention)
     lines = plan_lines(config, plan, order, "cpu", 0)
     with stream_of(order, batches * BATCH_TOKENS, True) as stream:

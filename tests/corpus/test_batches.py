@@ -120,6 +120,9 @@ def test_documents_are_found_by_index_by_eos_and_by_going_through_the_tokens(tmp
         columns = torch.arange(32, dtype=torch.int32)
         seen = columns - one.doc_start + 1 if document_mask else columns.expand_as(one.doc_start) + 1
         assert one.pairs == int(seen.sum())
+        # Two of three layers have a window of 3.
+        windowed = assemble(SampleOrder([Source("s", with_index, 1.0)], 32, 0), samples, document_mask, (3, None, 3))
+        assert windowed.pairs == pytest.approx(float(2 * seen.clamp_max(3).sum() + seen.sum()) / 3)
 
 
 def test_a_mixture_puts_each_row_where_its_sample_is(tmp_path):

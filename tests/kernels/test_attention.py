@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from llmtrain.kernels import choice
-from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, choose_backend, training_backend, why_not
+from llmtrain.kernels import choice, cudnn_attention
+from llmtrain.kernels.attention import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    GRAPH,
+    attention,
+    choose_backend,
+    training_backend,
+    why_not,
+)
 
 H200 = (9, 0)
 
@@ -146,12 +155,29 @@ def test_a_backend_that_cannot_says_why(backend, case, why):
     assert why in why_not(backend, *case)
 
 
+def test_cudnns_graph_api_takes_windows_and_the_fixed_order_where_it_is_there(monkeypatch):
+    case = torch.bfloat16, 64, 1024, 1024
+    for missing, windowed, fixed in ((None, GRAPH, GRAPH), ("is not here", choice.TRITON, FLASH)):
+        monkeypatch.setattr(cudnn_attention, "unavailable", lambda missing=missing: missing)
+        assert choose_backend(*case, False, H200, False, windowed=True).name == windowed
+        assert choose_backend(*case, False, H200, True).name == fixed
+        assert why_not(GRAPH, *case, False, H200, True) == missing
+    monkeypatch.setattr(cudnn_attention, "unavailable", lambda: None)
+    assert choose_backend(*case, True, H200, False, windowed=True).name == choice.TRITON, "documents in rows"
+    assert choose_backend(*case, False, (8, 0), False, windowed=True).name == choice.TRITON
+    assert choose_backend(*case, False, H200, False).name == CUDNN
+    for asked, why in (("cudnn", "no windows"), ("flash", "no windows"), ("triton", None)):
+        reason = why_not(asked, *case, False, H200, False, windowed=True)
+        assert reason is None if why is None else why in reason
+
+
 @pytest.mark.parametrize(("doc_start", "window"), [(DOCUMENTS, None), (None, 3), (DOCUMENTS, 2)])
 def test_the_kernel_sees_the_same_documents_and_windows(doc_start, window):
     q, k, v = (x.float() for x in heads(2, 9, 9, 4, 2, 16))
     with choice.forced(choice.TRITON):
         out = attention(q, k, v, doc_start=doc_start, window=window)
-    assert choice.ran["attention"] == choice.ran["document_attention"] == choice.TRITON
+    ran = choice.ran["attention" if window is None else "windowed attention"]
+    assert ran == choice.ran["document_attention"] == choice.TRITON
     wanted = by_hand(q, k, v, 0, doc_start, window)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
 

@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import replace
 
@@ -71,6 +72,21 @@ def test_the_plan_adds_up(corpus, tmp_path, capsys):
     one = in_bytes(12 * counts.total)
     assert f"disk        {one} a checkpoint, {one} for the 1 that are kept, " in out
     assert f"{in_flops(288 * flops)} in all\n" in out
+
+
+def test_the_plan_and_the_log_count_what_windows_let_attend(corpus, tmp_path, capsys):
+    asked = config(corpus, tmp_path / "run", total_steps=1)
+    asked = replace(asked, model=replace(asked.model, window=4, global_every=2))
+    train(asked, resume=False)
+    out = capsys.readouterr().out
+    full, windowed = 16 * 17 // 2, 16 * 4 - 6
+    share = (full + windowed) / 2 / full
+    assert f"; 1 of 2 layers within 4 tokens, {share:.0%} of the pairs of whole rows\n" in out
+    flops = flops_per_token(replace(asked.model, vocab_size=96), 16)
+    assert f"{in_flops(96 * flops)} in all\n" in out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    environment = next(line["environment"] for line in lines if "environment" in line)
+    assert environment["attention"] == "reference, reference within windows"
 
 
 def test_the_disk_line_counts_those_kept_and_the_one_in_work_and_says_where_they_do_not_fit(tmp_path):
