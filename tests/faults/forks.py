@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 # Nothing of torch may have run before the fork: its threads do not come along.
 SERVER = """
-import json, os, sys
+import json, os, signal, sys
 import llmtrain.cli.train, llmtrain.training.run
 from llmtrain.cli.main import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup it is ignored, and a run leaves that so
 
 def start(ask, environment, name):
     pid = os.fork()
