@@ -39,7 +39,8 @@ class Tally:
 
     def add(self, wrong: str | None, met: str = "") -> None:
         self.tried += 1
-        self.met[met] += bool(met)
+        if met:
+            self.met[met] += 1
         if wrong:
             self.lost.append(wrong)
 
