@@ -31,8 +31,8 @@ HISTORY = 16
 """Optimizer steps whose largest magnitude decides a scale."""
 MULTIPLE = 16
 """Of which both sides of a matmul, and the rows summed over for dW, must be."""
-ROWS, COLS, WARPS = 64, 64, 4
-"""The tile of a program."""
+ROWS, COLS, WARPS = 128, 128, 8
+"""The tile of a program: a whole line of 128 bytes both ways round."""
 
 
 def scale_for(largest: Tensor, limit: Tensor) -> Tensor:

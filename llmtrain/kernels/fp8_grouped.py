@@ -27,7 +27,7 @@ def quantise_rows_reference(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Ten
     """x: (N, d), rows: (M,) of x, all in order without -> (M, d) E4M3 and the inverse scale of each, (M,) FP32."""
     x = x if rows is None else x[rows]
     largest = largest_of_rows(x)
-    scale = scale_for(torch.where(largest.isfinite(), largest, 1.0), torch.tensor(LARGEST[E4M3], device=x.device))
+    scale = scale_for(torch.where(largest.isfinite(), largest, 1.0), torch.full((), LARGEST[E4M3], device=x.device))
     return quantise_reference(x, scale[:, None], E4M3), scale.reciprocal()
 
 

@@ -1,0 +1,145 @@
+"""Whether sums in half precision pay on this card: rate and error of bf16 and fp16 products, forward only.
+
+    python scripts/bench/half_accumulate.py [--output docs/half-accumulate.md] [--quick]
+
+4096 x 4096 at depth 16384: cuBLAS in bf16 and fp16 (sums in FP32), a Triton kernel in fp16 with sums in FP32 and in
+fp16, the latter with the depth cut in 1, 4 and 8 parts whose results are added in FP32. Error is relative to FP64, in
+norm. `--smoke` multiplies small matrices on the CPU, under Triton's interpreter.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain.benchmark.machine import describe, headline
+from llmtrain.benchmark.op import reason
+from llmtrain.benchmark.tables import table, write_table
+from llmtrain.benchmark.timing import DeviceTimer, captured
+
+SIDE, DEPTH = 4096, 16384
+TILES = ((128, 128, 64, 4, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
+"""(rows, columns, depth, warps, stages): the fastest of them counts, for each kind of sum."""
+
+
+@triton.jit
+def _matmul_kernel(
+    a, b, out, M, N, K, PART, HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    # Blocks of GROUP rows of tiles, so that what is in work at a time shares its operands in L2.
+    pid, n_cols = tl.program_id(0), tl.cdiv(N, COLS)
+    group = pid // (GROUP * n_cols)
+    height = tl.minimum(tl.cdiv(M, ROWS) - group * GROUP, GROUP)
+    row = (group * GROUP + pid % (GROUP * n_cols) % height) * ROWS + tl.arange(0, ROWS)
+    col = pid % (GROUP * n_cols) // height * COLS + tl.arange(0, COLS)
+    part = tl.program_id(1)
+    at = part * PART + tl.arange(0, DEPTH)
+    left, right = a + row[:, None] * K + at[None, :], b + at[:, None] * N + col[None, :]
+    if HALF:
+        total = tl.zeros((ROWS, COLS), tl.float16)
+    else:
+        total = tl.zeros((ROWS, COLS), tl.float32)
+    for _ in range(0, PART, DEPTH):
+        if HALF:
+            total = tl.dot(tl.load(left), tl.load(right), total, out_dtype=tl.float16)
+        else:
+            total = tl.dot(tl.load(left), tl.load(right), total)
+        left += DEPTH
+        right += DEPTH * N
+    to = out + part.to(tl.int64) * M * N + row[:, None] * N + col[None, :]
+    tl.store(to, total.to(out.dtype.element_ty))
+
+
+def by_triton(a: Tensor, b: Tensor, half: bool, parts: int, tile: tuple[int, ...]) -> Callable[[], Tensor]:
+    rows, cols, depth, warps, stages = tile
+    m, n, k = len(a), b.shape[1], len(b)
+    out = torch.empty(m, n, dtype=a.dtype, device=a.device)
+    partial = torch.empty(parts, m, n, dtype=torch.float16 if half else torch.float32, device=a.device)
+
+    def run() -> Tensor:
+        grid = (triton.cdiv(m, rows) * triton.cdiv(n, cols), parts)
+        to = out if parts == 1 else partial
+        _matmul_kernel[grid](
+            a, b, to, m, n, k, k // parts, half, rows, cols, depth, 8, num_warps=warps, num_stages=stages
+        )
+        return out if parts == 1 else partial.sum(0, dtype=torch.float32).to(out.dtype)
+
+    return run
+
+
+def milliseconds(run: Callable[[], Tensor], samples: int, device: torch.device) -> float:
+    if device.type == "cpu":
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+    timer = DeviceTimer(device, cold_l2=True)
+    replay = captured(run, device)
+    timer.sample(replay)
+    return statistics.median(timer.sample(replay) for _ in range(samples))
+
+
+def markdown(data: dict[str, Any], source: str) -> str:
+    rows = []
+    for r in data["rows"]:
+        result = [f"{r['tflops']:.0f}", f"{r['error']:.2e}"] if "ms" in r else ["failed", r["reason"]]
+        rows.append([r["dtype"], r["sums"], str(r["parts"]), *result])
+    return "\n".join([
+        "# Sums in half precision", "",
+        f"Made by `scripts/bench/half_accumulate.py` from [{source}]({source}): {data['side']} x {data['side']} at "
+        f"depth {data['depth']}, forward, random normal data, cold L2; error against FP64 in norm.", "",
+        headline(data["machine"]), "",
+        *table(("numbers", "sums", "parts of the depth", "TFLOP/s", "error"), rows, numbers_from=2), "",
+    ])  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/half-accumulate.md"))
+    parser.add_argument("--quick", action="store_true", help="Few samples.")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    samples = 5 if args.quick else 25
+    device = "cpu" if args.smoke else "cuda"
+    side, length = (128, 512) if args.smoke else (SIDE, DEPTH)
+    tiles = TILES[:1] if args.smoke else TILES
+    torch.manual_seed(0)
+    wide = [torch.randn(shape, device=device) for shape in ((side, length), (length, side))]
+    data: dict[str, Any] = {"machine": describe(not args.smoke), "side": side, "depth": length, "rows": []}
+
+    def add(
+        dtype: torch.dtype, sums: str, parts: int, make: Callable[[Tensor, Tensor], list[Callable[[], Tensor]]]
+    ) -> None:
+        a, b = (x.to(dtype) for x in wide)
+        exact = wide[0].double() @ wide[1].double()  # of the numbers before they are rounded to the operands
+        record: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "sums": sums, "parts": parts}
+        try:
+            runs = make(a, b)
+            ms = min(milliseconds(run, samples, a.device) for run in runs)
+            error = ((runs[0]().double() - exact).norm() / exact.norm()).item()
+            record |= {"ms": ms, "tflops": 2 * side * side * length / ms / 1e9, "error": error}
+        except Exception as failure:  # the other rows are measured all the same
+            record |= {"reason": reason(failure)}
+        data["rows"].append(record)
+        print(record, flush=True)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        add(dtype, "FP32, cuBLAS", 1, lambda a, b: [lambda: a @ b])
+    add(torch.float16, "FP32, Triton", 1, lambda a, b: [by_triton(a, b, False, 1, tile) for tile in tiles])
+    for parts in (1, 4, 8):
+        add(torch.float16, "fp16, Triton", parts, lambda a, b, n=parts: [by_triton(a, b, True, n, t) for t in tiles])
+    write_table(args.output, data, markdown(data, f"data/{args.output.with_suffix('.json').name}"))
+    return 1 if any("reason" in row for row in data["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

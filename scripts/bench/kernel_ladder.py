@@ -1,0 +1,306 @@
+"""A layer of experts, rung by rung: loop over experts, grouped matmuls, eight bits, and the passes around them fused.
+
+    python scripts/bench/kernel_ladder.py [--output docs/experts.md] [--experts 32 --experts 64] [--quick]
+
+Each rung is one change to the one before it, so a speed-up has one cause; that of eight bits stands against the fused
+bf16 rung and never against the loop. Beside the times: the error of the layer's output in bf16's units in the last
+place, whether the grouped product has the loop's bits, and what the gradient of the weights would be by torch's own
+grouped matmul. `--smoke` runs the same on a small layer, on the CPU too. Exits 1 where a product is wrong.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.benchmark.machine import describe, headline
+from llmtrain.benchmark.op import reason
+from llmtrain.benchmark.tables import table, write_table
+from llmtrain.benchmark.timing import DeviceTimer, captured
+from llmtrain.kernels import choice
+from llmtrain.kernels.experts import routed_experts, router_logits
+from llmtrain.kernels.fp8_grouped import Fp8Experts
+from llmtrain.kernels.grouped import GROUPED_MM, deliver_grouped_product, grouped_linear
+from llmtrain.kernels.routing import Balance, route
+from llmtrain.kernels.weight import gradient_buffer
+
+AROUND = ("experts", "routing", "fp8")
+"""Ops that the last two rungs fuse, and the others leave to torch."""
+MOST_ULPS = 8.0
+"""Of the output of a bf16 rung."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    tokens: int = 32768
+    d_model: int = 1024
+    width: int = 320
+    k: int = 8
+    sequences: int = 16
+
+
+@dataclass(frozen=True)
+class Rung:
+    name: str
+    grouped: str
+    eight_bit: bool = False
+    fused: bool = False
+
+
+RUNGS = (
+    Rung("loop over experts, bf16", choice.REFERENCE),
+    Rung("grouped, bf16", choice.AUTO),
+    Rung("grouped, FP8", choice.AUTO, eight_bit=True),
+    Rung("grouped and fused, bf16", choice.AUTO, fused=True),
+    Rung("grouped and fused, FP8", choice.AUTO, eight_bit=True, fused=True),
+)
+
+
+class Inputs:
+    """A layer with random weights and tokens."""
+
+    def __init__(self, layer: Layer, n_experts: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(n_experts)
+        n, d, f = layer.tokens, layer.d_model, layer.width
+
+        def randn(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device) * scale
+
+        def weight(*shape: int) -> Tensor:
+            master = randn(*shape, scale=shape[-1] ** -0.5).bfloat16().float().requires_grad_()
+            master.operand_cache = master.detach().bfloat16()  # type: ignore[attr-defined]
+            master.grad = torch.zeros_like(master)
+            return master
+
+        self.layer, self.device = layer, device
+        self.x = randn(n, d).bfloat16().view(layer.sequences, -1, d).requires_grad_()
+        self.dy = randn(n, d).bfloat16().view_as(self.x)
+        self.into = torch.zeros_like(self.dy)
+        self.weights = [weight(n_experts, d), weight(n_experts, 2 * f, d), weight(n_experts, d, f)]
+        self.balance = Balance(torch.full((layer.sequences,), n // layer.sequences, device=device), 0.01, 1e-3)
+        self.eight_bit = [Fp8Experts(w) for w in self.weights[1:]]
+        for operands, w in zip(self.eight_bit, self.weights[1:], strict=True):
+            operands.refresh(w.operand_cache)  # type: ignore[attr-defined]
+
+    def forward(self, rung: Rung, into: Tensor) -> Tensor:
+        for operands, w in zip(self.eight_bit, self.weights[1:], strict=True):
+            w.eight_bit = operands if rung.eight_bit else None  # type: ignore[attr-defined]
+        with self.forced(rung):
+            return routed_experts(self.x, *self.weights, into, self.layer.k, self.balance)[0]
+
+    @contextmanager
+    def forced(self, rung: Rung) -> Iterator[None]:
+        with ExitStack() as stack:
+            if rung.grouped != choice.AUTO:
+                stack.enter_context(choice.forced(rung.grouped, "grouped", "grouped_gradient"))
+            if not rung.fused:
+                stack.enter_context(choice.forced(choice.REFERENCE, *AROUND))
+            yield
+
+    def step(self, rung: Rung) -> None:
+        self.x.grad = None
+        for w in self.weights:
+            w.grad_stale = True  # type: ignore[attr-defined]
+        with self.forced(rung):
+            self.forward(rung, self.into.detach().zero_()).backward(self.dy)
+
+    @torch.no_grad()
+    def exact(self) -> Tensor:
+        """The output in FP64, of the experts that the bf16 logits choose."""
+        rows = self.x.reshape(-1, self.layer.d_model)
+        routing, _, _ = route(router_logits(rows, self.weights[0]), self.layer.k, None)
+        out = torch.zeros(rows.shape, dtype=torch.float64, device=self.device)
+        begin = 0
+        for e, end in enumerate(routing.ends.tolist()):
+            at, copies = routing.tokens[begin:end].long(), routing.order[begin:end].long()
+            gate, up = (rows[at].double() @ self.weights[1][e].double().T).chunk(2, -1)
+            weight = routing.weights.view(-1)[copies, None].double()
+            out.index_add_(0, at, (F.silu(gate) * up * weight) @ self.weights[2][e].double().T)
+            begin = end
+        return out
+
+
+def ulps(got: Tensor, exact: Tensor) -> float:
+    """The largest error in units of the last place of bf16, at the value or, for smaller ones, at the root mean square:
+    below it terms have cancelled that were rounded at their own size."""
+    size = exact.abs().clamp_min(exact.square().mean().sqrt())
+    unit = torch.exp2(torch.floor(torch.log2(size))) * torch.finfo(got.dtype).eps
+    return ((got.double() - exact).abs() / unit).max().item()
+
+
+def milliseconds(run: Callable[[], object], device: torch.device, graph: bool, samples: int) -> float:
+    if device.type == "cpu":
+        times = []
+        for _ in range(samples):
+            began = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
+        return statistics.median(times)
+    timer = DeviceTimer(device, cold_l2=True)
+    replay = captured(run, device) if graph else run
+    for _ in range(2):
+        timer.sample(replay)
+    return statistics.median(timer.sample(replay) for _ in range(samples))
+
+
+def rung_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[str, Any]]:
+    exact = inputs.exact()
+    records = []
+    for rung in RUNGS:
+        record: dict[str, Any] = {"experts": n_experts, "rung": rung.name, "eight_bit": rung.eight_bit}
+        try:
+            with torch.no_grad():
+                y = inputs.forward(rung, torch.zeros_like(inputs.dy)).reshape(exact.shape)
+                ran = choice.ran["grouped"] if not rung.eight_bit else "scaled_grouped_mm"
+                record |= {
+                    "ran": ran,
+                    "relative_error": ((y.double() - exact).norm() / exact.norm()).item(),
+                    "ulps": ulps(y, exact),
+                }
+                into = inputs.into
+                forward_ms = milliseconds(
+                    lambda rung=rung, into=into: inputs.forward(rung, into), inputs.device,
+                    rung.grouped == choice.AUTO, samples,
+                )  # fmt: skip
+            graph = rung.grouped == choice.AUTO
+            both = milliseconds(lambda rung=rung: inputs.step(rung), inputs.device, graph, samples)
+            record |= {"status": "ok", "forward_ms": forward_ms, "ms": both}
+        except Exception as error:  # the other rungs are measured all the same
+            record |= {"status": "failed", "reason": reason(error)}
+        records.append(record)
+        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()), flush=True)
+    return records
+
+
+@torch.no_grad()
+def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[str, Any]]:
+    """The products by themselves: gate and up's, forward and dW, by each implementation."""
+    layer, device, weight = inputs.layer, inputs.device, inputs.weights[1]
+    rows = inputs.x.reshape(-1, layer.d_model)
+    routing, _, _ = route(router_logits(rows, inputs.weights[0]), layer.k, None)
+    x, ends = rows[routing.tokens.long()], routing.ends
+    flops = 2 * x.shape[0] * weight[0].numel()
+    with choice.forced(choice.REFERENCE, "grouped"):
+        loop = grouped_linear(x, weight, ends)
+    records = []
+    on_card = device.type == "cuda"
+    for name in (choice.REFERENCE, *((choice.TRITON, GROUPED_MM) if on_card else ())):
+        record = {"experts": n_experts, "product": "forward", "by": name}
+        try:
+            with choice.forced(name, "grouped"):
+                y = grouped_linear(x, weight, ends)
+                ms = milliseconds(lambda: grouped_linear(x, weight, ends), device, name != choice.REFERENCE, samples)
+            record |= {"ms": ms, "tflops": flops / ms / 1e9, "bits_of_the_loop": (y == loop).double().mean().item()}
+        except Exception as error:
+            record |= {"reason": reason(error)}
+        records.append(record)
+    dy = loop
+    buffer, _ = gradient_buffer(weight)
+    assert buffer is not None
+
+    def ours() -> None:
+        deliver_grouped_product(weight, dy, rows, ends, x_rows=routing.tokens)
+
+    def by_torch() -> None:
+        copies = rows[routing.tokens.long()]
+        buffer.add_(F.grouped_mm(dy.T, copies, offs=ends))
+
+    # The loop is run for its bits alone: FP32 accumulation over all rows of an expert, as ours.
+    for name, run in (("ours: FP32 in place, rows by index", ours), ("grouped_mm to bf16, then added", by_torch)):
+        record = {"experts": n_experts, "product": "dW", "by": name}
+        if not on_card and run is by_torch:
+            continue
+        try:
+            weight.grad_stale = True  # type: ignore[attr-defined]
+            buffer.zero_()
+            run()
+            weight.grad_stale = False  # type: ignore[attr-defined]
+            begin, end = 0, int(ends[0])
+            exact = dy[begin:end].double().T @ x[begin:end].double()
+            error = ((buffer[0].double() - exact).norm() / exact.norm()).item() if end else 0.0
+            ms = milliseconds(run, device, True, samples)
+            record |= {"ms": ms, "tflops": flops / ms / 1e9, "relative_error": error}
+        except Exception as error_met:
+            record |= {"reason": reason(error_met)}
+        records.append(record)
+    for record in records:
+        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()), flush=True)
+    return records
+
+
+def markdown(data: dict[str, Any], source: str) -> str:
+    layer = data["layer"]
+    lines = [
+        "# Experts, rung by rung",
+        "",
+        f"Made by `scripts/bench/kernel_ladder.py` from [{source}]({source}). One layer: {layer['tokens']:,} tokens "
+        f"of {layer['d_model']}, each to {layer['k']} experts of {layer['width']}; forward and backward, router and "
+        "losses included, medians of CUDA-graph replays with a cold L2 (of the loop, which waits for the device, of "
+        "eager calls).",
+        "",
+        headline(data["machine"]),
+        "",
+    ]
+    rows = []
+    by_name = {(r["experts"], r["rung"]): r for r in data["rungs"] if r["status"] == "ok"}
+    against = {RUNGS[1]: RUNGS[0], RUNGS[2]: RUNGS[1], RUNGS[3]: RUNGS[1], RUNGS[4]: RUNGS[3]}
+    for r in data["rungs"]:
+        if r["status"] != "ok":
+            rows.append([str(r["experts"]), r["rung"], "failed", "", "", "", "", r["reason"]])
+            continue
+        rung = next(one for one in RUNGS if one.name == r["rung"])
+        before = by_name.get((r["experts"], against[rung].name)) if rung in against else None
+        gain = f"{before['ms'] / r['ms']:.2f} times {against[rung].name}" if before else ""
+        rows.append([
+            str(r["experts"]), r["rung"], r["ran"], f"{r['forward_ms']:.3f}", f"{r['ms']:.3f}", f"{r['ulps']:.1f}",
+            f"{r['relative_error']:.2e}", gain,
+        ])  # fmt: skip
+    header = ("experts", "rung", "products by", "forward ms", "both ms", "ULP", "relative error", "speed-up")
+    lines += [*table(header, rows, numbers_from=3), "", "The products by themselves (gate and up):", ""]
+    products = [
+        [
+            str(r["experts"]), r["product"], r["by"], f"{r['ms']:.3f}", f"{r['tflops']:.0f}",
+            f"{r['bits_of_the_loop']:.2%}" if "bits_of_the_loop" in r else "",
+            f"{r['relative_error']:.1e}" if "relative_error" in r else "",
+        ]
+        for r in data["products"] if "ms" in r
+    ]  # fmt: skip
+    header = ("experts", "product", "by", "ms", "TFLOP/s", "elements with the loop's bits", "relative error")
+    lines += [*table(header, products, numbers_from=3), ""]
+    failed = [r for r in data["products"] if "reason" in r]
+    lines += [f"- {r['experts']} experts, {r['product']} by {r['by']}: {r['reason']}." for r in failed]
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/experts.md"))
+    parser.add_argument("--experts", type=int, action="append", help="How many; repeat it. Default: 32, 48, 64, 96.")
+    parser.add_argument("--quick", action="store_true", help="Few samples.")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layer = Layer(tokens=96, d_model=64, width=32, k=2, sequences=2) if args.smoke else Layer()
+    samples = 3 if args.quick or args.smoke else 15
+    machine = describe(device.type == "cuda")
+    data: dict[str, Any] = {"machine": machine, "layer": vars(layer), "rungs": [], "products": []}
+    for n_experts in args.experts or ([4] if args.smoke else [32, 48, 64, 96]):
+        inputs = Inputs(layer, n_experts, device)
+        data["rungs"] += rung_records(inputs, n_experts, samples)
+        data["products"] += product_records(inputs, n_experts, samples)
+        write_table(args.output, data, markdown(data, f"data/{args.output.with_suffix('.json').name}"))
+    wrong = [r for r in data["rungs"] if r["status"] == "failed" or (not r["eight_bit"] and r["ulps"] > MOST_ULPS)]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
