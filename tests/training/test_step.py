@@ -208,6 +208,15 @@ def test_the_magnitude_of_a_step_is_the_highest_of_its_micro_batches_and_of_no_e
     assert whole.flat.scaling.history[0, 0] == split.flat.scaling.history[0, 0]
 
 
+def test_magnitudes_of_other_ranks_count_before_they_are_entered():
+    step = build(4, "fp8")
+    step.take_highest = lambda magnitudes: magnitudes.clamp_(min=100.0)  # as if another rank had met 100 everywhere
+    feed(step, *data(4), 4)
+    assert (step.flat.scaling.history[0] >= 100).all(), "those of the calibration too"
+    step.optimizer_step(1e-2)
+    assert (step.flat.scaling.history[:2] >= 100).all()
+
+
 def test_a_step_that_is_not_finite_does_not_reach_the_scales():
     step = build(4, "fp8")
     feed(step, *data(4), 4)
