@@ -132,8 +132,8 @@ class ModelConfig:
         dense = f"d_ff {self.d_ff}, " if self.n_routed < self.n_layers else ""
         shared = f" and {self.n_shared_experts} that all share" if self.n_shared_experts else ""
         return (
-            f"{dense}{self.n_routed} {'layers' if self.n_routed > 1 else 'layer'} of {self.n_experts} experts of {self.expert_width}, of which a token meets "
-            f"{self.experts_per_token}{shared}"
+            f"{dense}{self.n_routed} {'layers' if self.n_routed > 1 else 'layer'} of {self.n_experts} experts of "
+            f"{self.expert_width}, of which a token meets {self.experts_per_token}{shared}"
         )
 
     @property
