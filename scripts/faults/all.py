@@ -180,8 +180,8 @@ def markdown(entries: dict[str, dict], card: dict | None, systemd: dict | None, 
         "no-op it finds one.",
         "- Damage: both the check of the checksums and the resume must refuse the checkpoint; the one before must come "
         "back to the bit.",
-        "- The week: kills within the next 150 steps or while the run starts, one in five with SIGTERM; one time in "
-        "seven a file of the newest checkpoint is damaged before the next start.",
+        "- The week: kills within the next 150 steps or while the run starts, at times with SIGTERM; at times a file "
+        "of the newest checkpoint is damaged before the next start.",
         "",
         "Not tried: a disk that lies about fsync, memory that flips bits (`--verify-every` looks for that), network "
         "file systems, several GPUs.", "",

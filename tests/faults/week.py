@@ -41,8 +41,8 @@ def logged_step(run_dir: Path) -> int:
 
 
 def week(runs: Runs, steps: int, seed: int) -> Tally:
-    """Kills a run within its next `steps` steps, one time in five with SIGTERM, one in five while it starts, and starts
-    it again until it is through. At times a file of its newest checkpoint is damaged in between."""
+    """Kills a run within its next `steps` steps (there one time in five with SIGTERM) or while it starts, and starts it
+    again until it is through. At times a file of its newest checkpoint is damaged in between."""
     chance, tally = random.Random(seed), Tally()
     run_dir = runs.folder / "week"
     newest = 0
@@ -55,7 +55,8 @@ def week(runs: Runs, steps: int, seed: int) -> Tally:
         while process.alive() and logged_step(run_dir) < at:
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.02 if at else 0.3))
-        number = signal.SIGTERM if chance.random() < 0.2 else signal.SIGKILL
+        # Before llmtrain has begun, SIGTERM ends the interpreter itself.
+        number = signal.SIGTERM if at and chance.random() < 0.2 else signal.SIGKILL
         if process.alive():
             process.send(number)
         if (code := process.end(600)) == 0:
