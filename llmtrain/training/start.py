@@ -223,12 +223,14 @@ def _size_before(run_dir: Path, device: str) -> int | None:
 
 
 def check_run_dir(run_dir: Path, resume: bool) -> None:
-    """Raises ConfigMismatch where a fresh run would mix with an older one."""
+    """Raises ConfigMismatch where a fresh run would mix with an older one, CannotCreate where none can be."""
     try:
-        taken = not resume and checkpoint.list_steps(run_dir)
+        os.stat(run_dir)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise write_error(error, run_dir) from None
-    if taken:
+    if not resume and checkpoint.list_steps(run_dir):
         raise ConfigMismatch(
             f"{run_dir}: holds checkpoints already: add --resume to go on with that run, or name another --run-dir"
         )
