@@ -15,8 +15,11 @@ import torch
 from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, GRAPH
 from llmtrain.kernels.choice import TRITON
 from llmtrain.kernels.cross_entropy import chunk_rows
+from llmtrain.kernels.newton_schulz import batch_size as matrices_at_once
+from llmtrain.kernels.newton_schulz import work_elements
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.flops import parameter_counts
+from llmtrain.model.matrices import hidden_shapes
 
 CUBLAS_WORKSPACE = 32 << 20
 """What torch hands to cuBLAS for a stream on Hopper; less elsewhere."""
@@ -48,6 +51,24 @@ class MemoryPlan:
     def held(self) -> int:
         """What a run comes to hold."""
         return self.peak + self.evaluation
+
+
+def state_bytes(config: ModelConfig, optimizer: str = "adamw", average: bool = False) -> dict[str, int]:
+    """What a checkpoint holds, by what it is: FP32 weights, the optimizer's moments, and with `average` their mean."""
+    total = parameter_counts(config).total
+    two = total - (hidden_elements(config) if optimizer == "muon" else 0)  # that have two moments, the others have one
+    return {"weights": 4 * total, "moments": 4 * (total + two), **({"average": 4 * total} if average else {})}
+
+
+def hidden_elements(config: ModelConfig) -> int:
+    """Parameters that Muon updates."""
+    return sum(count * short * long for (short, long), count in hidden_shapes(config).items())
+
+
+def update_bytes(config: ModelConfig, width: int) -> int:
+    """What Muon's update takes for a moment, with numbers of `width` bytes: stacks of matrices and their products."""
+    shapes = hidden_shapes(config).items()
+    return width * max(work_elements(min(count, matrices_at_once(*sides)), *sides) for sides, count in shapes)
 
 
 def kept_by_layer(
@@ -183,10 +204,13 @@ def training_memory(
     device: torch.device | str = "cuda",
     document_mask: bool = False,
     verify: bool = False,
+    optimizer: str = "adamw",
+    average: bool = False,
     references: bool = False,
 ) -> MemoryPlan:
     """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs; `verify`: with the
-    copy of the state from which a step is run again; `references`: the other ops run as such rather than as kernels."""
+    copy of the state from which a step is run again; `average`: with one of the weights;
+    `references`: the other ops run as such rather than as kernels."""
     c, n = config, batch_size * seq_len
     d, q = c.d_model, c.n_heads * c.head_dim
     eight_bit = precision == "fp8"
@@ -194,12 +218,14 @@ def training_memory(
     width = dtype.itemsize
     device = torch.device(device)
     parameters = parameter_counts(c).total
+    state = state_bytes(c, optimizer, average)
+    saved = sum(state.values())
     fixed = {
-        "weights": 4 * parameters,
+        "weights": state.pop("weights"),
         "gradients": 4 * parameters,
-        "moments": 8 * parameters,
+        **state,
         "operands": 0 if precision == "fp32" else width * parameters + 2 * eight_bit * eight_bit_weights(c),
-        "copy to verify": 12 * parameters if verify else 0,
+        "copy to verify": saved if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
     }
@@ -239,6 +265,9 @@ def training_memory(
         "attention's backward": again - final - of_feed_forward + (2 if again else 1) * row + q * n * width
         + attention_backward(c, n, width, attention),
     }  # fmt: skip
+    if optimizer == "muon":  # the activations have gone by then
+        of_update = update_bytes(c, 2 if device.type == "cuda" else 4)
+        passing["update"] = of_update - sum(activations.values())
     return MemoryPlan(fixed, activations, passing)
 
 

@@ -1,7 +1,7 @@
 """A checkpoint: everything a run goes on from, in a folder that exists whole or not at all.
 
     RUN/checkpoints/step-00001000/model.safetensors      FP32 masters, by parameter name
-                                  optimizer.safetensors  exp_avg.NAME, exp_avg_sq.NAME
+                                  optimizer.safetensors  its moments: exp_avg.NAME, exp_avg_sq.NAME, momentum.NAME
                                   state.json             position, counts, configuration, versions
                                   MANIFEST.json          size and sha256 of each file, pieces of each tensor; sealed
 
@@ -38,8 +38,8 @@ from llmtrain.storage.errors import (
     write_error,
 )
 from llmtrain.storage.manifest import read_json, read_sealed, seal, sha256_file
-from llmtrain.training.flat import FlatParameters
-from llmtrain.training.optimizer import MOMENTS, AdamW
+from llmtrain.training.flat import FlatParameters, Stretch
+from llmtrain.training.optimizer import AdamW
 from llmtrain.training.snapshot import Snapshot
 from llmtrain.training.step import COMPUTE_DTYPES
 
@@ -76,19 +76,19 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def _entries(flat: FlatParameters, buffer: Tensor, prefix: str = "") -> dict[str, tensors.TensorEntry]:
-    """The parts of a flat CPU buffer as named tensors; nothing is copied."""
-    dtype = DTYPE_NAMES[buffer.dtype]
-    return {
-        prefix + name: tensors.TensorEntry(dtype, tuple(span.shape), _bytes(flat.view(buffer, name)))
-        for name, span in flat.spans.items()
-    }
+def _by_file(flat: FlatParameters, large: Mapping[str, Stretch]) -> dict[str, dict[str, Tensor]]:
+    """File -> name in it -> part of one of the buffers, which are on the CPU; nothing is copied."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for kind, stretch in large.items():
+        file, prefix = (MODEL, "") if kind == "weight" else (OPTIMIZER, f"{kind}.")
+        files.setdefault(file, {}).update({prefix + name: view for name, view in flat.views(stretch).items()})
+    return files
 
 
-def not_finite(buffers: Mapping[str, Tensor]) -> str | None:
+def not_finite(large: Mapping[str, Stretch]) -> str | None:
     """The name of the first buffer that holds a NaN or an infinity."""
     # A norm makes no copy as isfinite would, and keeps NaN.
-    norms = ((name, float(torch.linalg.vector_norm(buffer, math.inf))) for name, buffer in buffers.items())
+    norms = ((name, float(torch.linalg.vector_norm(one.buffer, math.inf))) for name, one in large.items())
     return next((name for name, norm in norms if not math.isfinite(norm)), None)
 
 
@@ -99,18 +99,18 @@ def save(run_dir: Path, step: int, snapshot: Snapshot, state: dict[str, Any]) ->
     finite, CannotCreate and StorageFailure; the checkpoints that were there stay as they are.
     """
     snapshot.wait()
-    flat, buffers = snapshot.flat, snapshot.buffers
-    if name := not_finite(buffers):
+    if name := not_finite(snapshot.large):
         before = next((f"; the checkpoint of step {s} is from before" for s in list_steps(run_dir) if s < step), "")
         raise Diverged(
             f"after step {step} a {name} is not finite: lower --learning-rate or raise --warmup-steps and start in "
             f"another --run-dir{before}"
         )
     entries = {
-        MODEL: _entries(flat, buffers["weight"]),
-        OPTIMIZER: {
-            name: entry for moment in MOMENTS for name, entry in _entries(flat, buffers[moment], f"{moment}.").items()
-        },
+        file: {
+            name: tensors.TensorEntry(DTYPE_NAMES[view.dtype], tuple(view.shape), _bytes(view))
+            for name, view in views.items()
+        }
+        for file, views in _by_file(snapshot.flat, snapshot.large).items()
     }
     final = folder_of(run_dir, step)
     work = final.with_name(final.name + ".partial")
@@ -268,10 +268,9 @@ def _read_state(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return read_json(folder / STATE)
 
 
-def _staged(flat: FlatParameters, device_buffer: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A CPU buffer of the same layout, the buffer itself where it is on the CPU, and its named views."""
-    on_host = device_buffer if device_buffer.device.type == "cpu" else torch.zeros_like(device_buffer, device="cpu")
-    return on_host, {name: flat.view(on_host, name) for name in flat.spans}
+def _on_host(buffer: Tensor) -> Tensor:
+    """The buffer itself, or where it is on a card one on the CPU to read into."""
+    return buffer if buffer.device.type == "cpu" else torch.zeros_like(buffer, device="cpu")
 
 
 def load(
@@ -288,18 +287,13 @@ def load(
     manifest = read_manifest(folder)
     state = _read_state(folder, manifest)
     check(state)
-    buffers = {"": flat.master}
-    if optimizer is not None:
-        buffers |= {f"{moment}.": getattr(optimizer, moment) for moment in MOMENTS}
-    staged = {prefix: _staged(flat, buffer) for prefix, buffer in buffers.items()}
-    targets: dict[str, dict[str, Tensor]] = {}
-    for prefix, (_, views) in staged.items():
-        file = OPTIMIZER if prefix else MODEL
-        targets.setdefault(file, {}).update({prefix + name: view for name, view in views.items()})
+    large = {"weight": Stretch(0, flat.master)} if optimizer is None else optimizer.large
+    staged = {kind: Stretch(one.begin, _on_host(one.buffer)) for kind, one in large.items()}
+    targets = _by_file(flat, staged)
     with ThreadPoolExecutor(len(targets)) as pool:  # as in `save`
         list(pool.map(lambda file: _load_flat(folder, manifest, file, targets[file]), targets))
-    for prefix, (on_host, _) in staged.items():
-        buffers[prefix].copy_(on_host)
+    for kind, stretch in staged.items():
+        large[kind].buffer.copy_(stretch.buffer)
     if optimizer is not None:
         optimizer.set_counts(state["optimizer"])
     flat.refresh_narrow()
@@ -326,7 +320,7 @@ def restore_newest(
             if (of := read_manifest(folder)["step"]) != step:
                 raise BadData(f"{folder}: is a copy of the checkpoint of step {of}")
             state = load(folder, flat, optimizer, check)
-            if name := not_finite({"weight": flat.master, **{name: getattr(optimizer, name) for name in MOMENTS}}):
+            if name := not_finite(optimizer.large):
                 raise BadData(f"{folder}: holds a {name} that is not finite")
             break
         except (BadData, StorageFailure) as error:  # what the disk does not give back is as lost as what it alters

@@ -64,10 +64,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    optimizer: Literal["adamw", "muon"] = field(default="adamw", metadata=DEFINES)
+    """What makes an update of a gradient; muon: Muon for the blocks' matrices, AdamW for the rest."""
     learning_rate: float = field(default=4e-4, metadata=DEFINES)
-    """Peak learning rate."""
+    """Peak learning rate, AdamW's."""
+    muon_lr: float = field(default=0.02, metadata=DEFINES)
+    """Peak learning rate of Muon's matrices: of their singular values, times sqrt(max(1, rows / columns)); it follows
+    the schedule too."""
+    muon_momentum: float = field(default=0.95, metadata=DEFINES)
+    """Decay of Muon's momentum."""
     weight_decay: float = field(default=0.01, metadata=DEFINES)
-    """Decoupled decay a step, times the learning rate; matrices only."""
+    """Decoupled decay a step, times the learning rate of what it is of; matrices only."""
     beta1: float = field(default=0.9, metadata=DEFINES)
     """Decay of AdamW's first moment."""
     beta2: float = field(default=0.95, metadata=DEFINES)
@@ -85,8 +92,11 @@ class OptimizerConfig:
     were applied; 6 is a usual choice, 0: skip none. A run that is resumed may be given it."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "learning_rate", "weight_decay", "adam_eps", "grad_clip", "max_bad_steps", "skip_spikes")
-        for name in ("beta1", "beta2"):
+        _at_least(self, 0, "learning_rate", "muon_lr", "weight_decay", "adam_eps", "grad_clip")
+        _at_least(self, 0, "max_bad_steps", "skip_spikes")
+        if self.optimizer == "muon" and not self.learning_rate:
+            raise ValueError("learning_rate must be above 0 with muon, whose own rate follows it through the schedule")
+        for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.model.memory import MemoryPlan, evaluation_memory, training_memory
+from llmtrain.model.memory import MemoryPlan, evaluation_memory, state_bytes, training_memory
 from llmtrain.storage.errors import LlmtrainError, MemoryTaken, UsageError
 from llmtrain.training.config import TrainConfig
 
@@ -107,10 +107,11 @@ def memory_of(config: TrainConfig, batch_size: int, attention: str, device: torc
         device=device,
         document_mask=config.data.document_mask,
         verify=bool(run.verify_every),
+        optimizer=config.optimizer.optimizer,
         references=device.type != "cuda",
     )
     if device.type == "cpu":
-        copied = sum(plan.fixed[part] for part in ("weights", "moments"))
+        copied = sum(state_bytes(config.model, config.optimizer.optimizer).values())
         plan = dataclasses.replace(plan, fixed={**plan.fixed, "copy for saves": copied})
     elif config.data.val_tokens:
         # Captured graphs hold on to what the step takes at its peak: an evaluation comes on top.

@@ -1,7 +1,8 @@
 """A model's parameters as views of a few flat buffers, so that one kernel or one collective serves them all.
 
-Masters and gradients are FP32 (or FP64), narrow copies are in the compute dtype. Matrices come first and vectors after
-them, because weight decay touches matrices only: it ends at one index.
+Masters and gradients are FP32 (or FP64), narrow copies are in the compute dtype. The blocks' matrices come first, then
+the embedding and the head, then vectors: Muon ends at one index, and weight decay, which touches matrices only, at
+another.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from llmtrain.kernels.fp8 import Fp8Weight, Scaling, takes
 from llmtrain.kernels.fp8_grouped import Fp8Experts, experts_take
 from llmtrain.kernels.rotary import rotary_tables
+from llmtrain.model.matrices import is_hidden
 from llmtrain.model.transformer import Transformer
 
 # Each tensor starts at a multiple of this many elements: 256 bytes in bf16, what cuBLAS and 16-byte loads want.
@@ -34,6 +36,14 @@ class Span:
         return self.begin + self.shape.numel()
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A buffer for some of the parameters: flat elements [begin, begin + len(buffer))."""
+
+    begin: int
+    buffer: Tensor
+
+
 class FlatParameters:
     """Takes over the parameters of `model`, which may be on the meta device: afterwards they are on `device`, zero.
 
@@ -50,14 +60,20 @@ class FlatParameters:
         with_gradients: bool = True,
         eight_bit: bool = False,
     ) -> None:
-        named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)  # stable: matrices first
+
+        def place(item: tuple[str, nn.Parameter]) -> int:
+            name, parameter = item
+            return 0 if is_hidden(name, parameter.shape) else 1 if parameter.dim() >= 2 else 2
+
         self.spans: dict[str, Span] = {}
-        self.n_decayed = position = 0
-        for name, parameter in named:
+        self.n_hidden = self.n_decayed = position = 0
+        for name, parameter in sorted(model.named_parameters(), key=place):  # stable
             self.spans[name] = Span(position, parameter.shape)
             position += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             if parameter.dim() >= 2:
                 self.n_decayed = position
+            if is_hidden(name, parameter.shape):
+                self.n_hidden = position
 
         self.master = torch.zeros(position, dtype=master_dtype, device=device)
         self.grad = torch.zeros_like(self.master) if with_gradients else None
@@ -95,6 +111,15 @@ class FlatParameters:
         """The part of a flat buffer that belongs to a parameter, in its shape."""
         span = self.spans[name]
         return flat[span.begin : span.end].view(span.shape)
+
+    def views(self, stretch: Stretch) -> dict[str, Tensor]:
+        """By name, in their shapes, the parts of a stretch that are parameters'."""
+        end = stretch.begin + len(stretch.buffer)
+        return {
+            name: stretch.buffer[span.begin - stretch.begin : span.end - stretch.begin].view(span.shape)
+            for name, span in self.spans.items()
+            if stretch.begin <= span.begin and span.end <= end
+        }
 
     def refresh_narrow(self) -> None:
         """Rebuilds the narrow copies: after every write of the masters that is not the optimizer's own."""

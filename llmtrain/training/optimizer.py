@@ -1,4 +1,5 @@
-"""AdamW on the flat buffers: the one division of the rule of sums, clipping and the update, all on the device.
+"""AdamW on the flat buffers, and what all optimizers share: the one division of the rule of sums, clipping, and whether
+the update is applied, all on the device.
 
 Whether an update is applied is decided on the device too: the host learns of it at the next log line.
 """
@@ -11,26 +12,31 @@ from torch import Tensor
 
 from llmtrain.kernels.adamw import adamw_step
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.flat import FlatParameters
+from llmtrain.training.flat import FlatParameters, Stretch
 from llmtrain.training.spikes import SpikeRule
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Moments are flat FP32 buffers beside the masters.
+    """Moments are flat FP32 buffers beside the masters; for the parameters from flat index `first` on.
 
     A step whose losses or gradient are not finite, or that is a spike where `skip_spikes` asks for it (`SpikeRule`), is
     skipped: weights, moments and Adam's count stay, and it is counted. After more than `max_bad_steps` of them in a row
     nothing is applied any more, so that what the run ends with does not depend on when the host looks.
     """
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, first: int = 0) -> None:
         assert flat.grad is not None
         self.flat = flat
         self.config = config
-        self.exp_avg = torch.zeros_like(flat.master)
-        self.exp_avg_sq = torch.zeros_like(flat.master)
+        self.first = first
+        self.exp_avg = torch.zeros_like(flat.master[first:])
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.large = {
+            "weight": Stretch(0, flat.master),
+            "exp_avg": Stretch(first, self.exp_avg),
+            "exp_avg_sq": Stretch(first, self.exp_avg_sq),
+        }
+        """Weights, moments and what else of their size an update changes, by name: all that is saved of them."""
         device = flat.master.device
         # int64: updates applied, which is Adam's t; skipped; skipped in a row up to now. The first two are the step.
         self.tally = torch.zeros(3, dtype=torch.int64, device=device)
@@ -43,13 +49,14 @@ class AdamW:
 
     @property
     def small(self) -> list[Tensor]:
-        """What an update changes beside weights and moments."""
+        """What an update changes beside what is `large`."""
         of_scales = [] if self.flat.scaling is None else [self.flat.scaling.history]
         return [self.tally, self.bad, *(self.spikes.small if self.spikes else []), *of_scales]
 
     def reset(self) -> None:
-        """As before the first step."""
-        for buffer in (self.exp_avg, self.exp_avg_sq, *self.small):
+        """As before the first step; the weights stay."""
+        large = [stretch.buffer for name, stretch in self.large.items() if name != "weight"]
+        for buffer in (*large, *self.small):
             buffer.zero_()
 
     def counts(self, small: Sequence[Tensor] | None = None) -> dict[str, Any]:
@@ -88,23 +95,29 @@ class AdamW:
         scale = 1.0 / n_targets
         if c.grad_clip > 0:
             scale = scale * (c.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        correction2 = 1 - torch.pow(torch.full_like(norm, c.beta2), self.count)
-        correction1 = 1 - torch.pow(torch.full_like(norm, c.beta1), self.count)
+        self._apply(scale, apply)
+        return figures
+
+    def _apply(self, scale: Tensor, apply: Tensor) -> None:
+        """The update by the gradient times `scale` (0-d FP64), where `apply` (0-d bool)."""
+        c, flat, first = self.config, self.flat, self.first
+        assert flat.grad is not None
+        correction2 = 1 - torch.pow(torch.full_like(scale, c.beta2), self.count)
+        correction1 = 1 - torch.pow(torch.full_like(scale, c.beta1), self.count)
         scalars = torch.stack([self.lr, scale, correction1, correction2, apply.double()])
         adamw_step(
-            flat.master,
-            flat.grad,
+            flat.master[first:],
+            flat.grad[first:],
             self.exp_avg,
             self.exp_avg_sq,
-            flat.narrow,
-            n_decayed=flat.n_decayed,
+            None if flat.narrow is None else flat.narrow[first:],
+            n_decayed=flat.n_decayed - first,
             scalars=scalars.to(flat.master.dtype),
             beta1=c.beta1,
             beta2=c.beta2,
             eps=c.adam_eps,
             weight_decay=c.weight_decay,
         )
-        return figures
 
     def _judge(self, figures: Tensor) -> Tensor:
         """Whether the step of these figures is applied (0-d bool), which is counted."""

@@ -21,7 +21,7 @@ from llmtrain.model.flops import (
     peak_flops,
     rerun_flops_per_token,
 )
-from llmtrain.model.memory import MemoryPlan
+from llmtrain.model.memory import MemoryPlan, hidden_elements, state_bytes
 from llmtrain.storage.disk import free_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
@@ -122,8 +122,8 @@ def make_plan(
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Masters and two moments in FP32; headers and state.json are small beside them."""
-    return 12 * parameter_counts(config.model).total
+    """Masters and moments in FP32; headers and state.json are small beside them."""
+    return sum(state_bytes(config.model, config.optimizer.optimizer).values())
 
 
 def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
@@ -150,6 +150,21 @@ def schedule_line(config: TrainConfig, total_steps: int) -> str:
             f"{warmup:,}: lower --warmup-steps"
         )
     return f"schedule    lr rises to {peak:.2e} over {warmup:,} steps and ends at {end:.2e}"
+
+
+def optimizer_line(config: TrainConfig) -> str:
+    """What updates which parameters, at which rates and decay."""
+    c, total = config.optimizer, parameter_counts(config.model).total
+    adamw = f"AdamW, betas {c.beta1:g} and {c.beta2:g}"
+    text = adamw
+    if c.optimizer == "muon":
+        hidden = hidden_elements(config.model)
+        text = (
+            f"Muon, momentum {c.muon_momentum:g}, lr up to {c.muon_lr:.2e}, for the {hidden:,} parameters of the "
+            f"blocks' matrices; {adamw} for the other {total - hidden:,}"
+        )
+    clipping = f"clip {c.grad_clip:g}" if c.grad_clip else "no clipping"
+    return f"optimizer   {text}; decay {c.weight_decay:g}, {clipping}"
 
 
 def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | None) -> str:
@@ -196,6 +211,7 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
         f"{_few(total_tokens / counts.total)} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
         "steps an epoch",
+        optimizer_line(config),
         schedule_line(config, plan.total_steps),
     ]
     lines += corpus_lines(order, plan.total_samples)

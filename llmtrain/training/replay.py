@@ -13,7 +13,6 @@ from llmtrain.corpus.batches import Batch
 from llmtrain.storage.errors import HardwareFault
 from llmtrain.training.checkpoint import list_steps
 from llmtrain.training.metrics import RunLog
-from llmtrain.training.optimizer import MOMENTS
 from llmtrain.training.start import Started
 
 DIFFERENCES = 2
@@ -34,9 +33,8 @@ class Replay:
     def __init__(self, run: Started, log: RunLog) -> None:
         self._run, self._log, self._step = run, log, run.step
         self._every = run.config.run.verify_every
-        flat, optimizer = run.step.flat, run.step.optimizer
-        self._large = {"weight": flat.master, **{name: getattr(optimizer, name) for name in MOMENTS}}
-        self._state = [*self._large.values(), *optimizer.small]
+        optimizer = run.step.optimizer
+        self._state = [*(stretch.buffer for stretch in optimizer.large.values()), *optimizer.small]
         self._before = [torch.empty_like(tensor) for tensor in self._state] if self._every else []
         self._batches: list[Batch] = []
         self._differed: list[int] = []
@@ -89,10 +87,9 @@ class Replay:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All that a step leaves, by name."""
-        flat = self._step.flat
-        for kind, buffer in self._large.items():
-            for name in flat.spans:
-                yield f"{kind} of {name}", flat.view(buffer, name)
+        for kind, stretch in self._step.optimizer.large.items():
+            for name, view in self._step.flat.views(stretch).items():
+                yield f"{kind} of {name}", view
         yield "losses and gradient norm", self._step.last
         for small in self._step.optimizer.small:
             yield "counts", small

@@ -6,14 +6,14 @@ import torch
 
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes
-from llmtrain.training.flat import FlatParameters
-from llmtrain.training.optimizer import MOMENTS, AdamW
+from llmtrain.training.flat import FlatParameters, Stretch
+from llmtrain.training.optimizer import AdamW
 
 
 class Snapshot:
-    """Weights, moments and the optimizer's small state after one step, in memory that is allocated once.
+    """The optimizer's large state, weights among it, and its small one after a step, in memory that is allocated once.
 
-    `buffers`: flat CPU tensors, "weight" and the MOMENTS. On a card they are pinned and the copy runs on a stream of
+    `large`: as the optimizer's, on the CPU. On a card they are pinned and the copy runs on a stream of
     its own. Raises UsageError where so much memory cannot be pinned.
     """
 
@@ -22,13 +22,17 @@ class Snapshot:
         self._optimizer = optimizer
         self._on_card = flat.master.is_cuda
         self._copied: torch.cuda.Event | None = None
-        sources = {"weight": flat.master, **{name: getattr(optimizer, name) for name in MOMENTS}}
+        sources = [stretch.buffer for stretch in optimizer.large.values()]
         # Written once, so that the pages are there before the first save has to wait for them.
-        self._host = torch.empty(sum(s.numel() for s in sources.values()), dtype=flat.master.dtype).fill_(0)
-        self.buffers = dict(zip(sources, self._host.split([s.numel() for s in sources.values()]), strict=True))
+        self._host = torch.empty(sum(map(len, sources)), dtype=flat.master.dtype).fill_(0)
+        copies = self._host.split(list(map(len, sources)))
+        self.large = {
+            name: Stretch(stretch.begin, copy)
+            for (name, stretch), copy in zip(optimizer.large.items(), copies, strict=True)
+        }
         self._small = [torch.zeros_like(s, device="cpu", pin_memory=self._on_card) for s in optimizer.small]
         self._pairs = [
-            *((source, self.buffers[name]) for name, source in sources.items()),
+            *zip(sources, copies, strict=True),
             *zip(optimizer.small, self._small, strict=True),
         ]
         if self._on_card:

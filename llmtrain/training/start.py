@@ -30,6 +30,7 @@ from llmtrain.storage.manifest import sha256_file
 from llmtrain.training import checkpoint, fit
 from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
+from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan
@@ -325,7 +326,7 @@ def start(
     with fit.or_refused(config, attention.name, device, room):
         precision = config.run.precision
         flat = FlatParameters(model, device, COMPUTE_DTYPES[precision], eight_bit=precision == "fp8")
-        optimizer = AdamW(flat, config.optimizer)
+        optimizer = optimizer_of(flat, config.optimizer, config.model)
     parts = (model, flat, optimizer, attention, device, room)
     config, train_step, trial = fitting_step(config, *parts, auto, world.size)
     if (least := world.least(config.run.micro_batch_size)) < config.run.micro_batch_size:
@@ -362,7 +363,7 @@ def start(
             notes.append(
                 f"batch_size is {config.run.batch_size}, was {before}: losses may differ in their last bits from here"
             )
-    world.copy_from_first(flat.master, optimizer.exp_avg, optimizer.exp_avg_sq)
+    world.copy_from_first(*(stretch.buffer for stretch in optimizer.large.values()))
     flat.refresh_narrow()
     return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, world, trial)
 

@@ -17,6 +17,7 @@ from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.fit import out_of_memory
 from llmtrain.training.flat import FlatParameters
+from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -96,7 +97,8 @@ class TrainStep:
         flat = FlatParameters(model, device, dtype, master_dtype=master, eight_bit=precision == "fp8")
         model.init_weights(seed)
         flat.refresh_narrow()
-        return cls(model, flat, AdamW(flat, optimizer_config), batch_size, seq_len, capture, document_mask)
+        optimizer = optimizer_of(flat, optimizer_config, model_config)
+        return cls(model, flat, optimizer, batch_size, seq_len, capture, document_mask)
 
     def micro_step(self, ids: Tensor, targets: Tensor, first: bool, doc_start: Tensor | None = None) -> None:
         """Adds the gradients and losses of one micro-batch, ids and targets (batch_size, seq_len) int64; `first` starts

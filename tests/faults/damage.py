@@ -10,7 +10,6 @@ from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import BadData, LlmtrainError
 from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.optimizer import MOMENTS
 from llmtrain.training.snapshot import Snapshot
 from llmtrain.training.step import TrainStep
 from tests.faults.runs import Tally
@@ -23,10 +22,10 @@ class State:
 
     def __init__(self, seed: int) -> None:
         self.step = TrainStep.build(MODEL, OptimizerConfig(), batch_size=1, seq_len=16, precision="fp32")
-        self.buffers = [self.step.flat.master, *(getattr(self.step.optimizer, name) for name in MOMENTS)]
+        self.large = self.step.optimizer.large.values()
         generator = torch.Generator().manual_seed(seed)
-        for buffer in self.buffers:
-            buffer.copy_(torch.rand(buffer.shape, generator=generator))
+        for stretch in self.large:
+            stretch.buffer.copy_(torch.rand(stretch.buffer.shape, generator=generator))
 
     def save(self, run_dir: Path, step: int) -> Path:
         snapshot = Snapshot(self.step.flat, self.step.optimizer)
@@ -39,9 +38,9 @@ class State:
         return state and state["step"], said
 
     def equals(self, other: "State") -> bool:
-        view = self.step.flat.view  # between the tensors there is padding, which is nobody's
-        pairs = zip(self.buffers, other.buffers, strict=True)
-        return all(torch.equal(view(a, name), view(b, name)) for a, b in pairs for name in self.step.flat.spans)
+        views = self.step.flat.views  # between the tensors there is padding, which is nobody's
+        pairs = [(views(a), views(b)) for a, b in zip(self.large, other.large, strict=True)]
+        return all(torch.equal(mine[name], theirs[name]) for mine, theirs in pairs for name in mine)
 
 
 def damage(chance: random.Random, folder: Path) -> str:

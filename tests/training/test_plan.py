@@ -69,6 +69,7 @@ def test_the_plan_adds_up(corpus, tmp_path, capsys):
     assert "step        6 sequences x 16 = 96 tokens, in 2 micro-batches of 4\n" in out
     assert f"run         3 steps, 288 tokens, {288 / counts.total:.2g} a parameter; 6.2 steps an epoch\n" in out
     assert "corpus      corpus: 597 tokens, 0.49 epochs" in out
+    assert "optimizer   AdamW, betas 0.9 and 0.95; decay 0.01, clip 1\n" in out
     one = in_bytes(12 * counts.total)
     assert f"disk        {one} a checkpoint, {one} for the 1 that are kept, " in out
     assert f"{in_flops(288 * flops)} in all\n" in out

@@ -93,7 +93,7 @@ def test_one_flipped_bit_is_an_event_and_does_not_reach_the_weights(
     run.train(deterministic(corpus, tmp_path / "run", EVERY), resume=False)
     (event,) = events(tmp_path / "run", "mismatch")
     kind = "weight" if buffer == "master" else buffer
-    assert (event["step"], event["tensors"], len(done)) == (6, [f"{kind} of embedding.weight"], 12 + 4 + 1)
+    assert (event["step"], event["tensors"], len(done)) == (6, [f"{kind} of layers.0.attention.qkv.weight"], 12 + 4 + 1)
     assert "step 6: the step, run again from the same state, gave other bits: 1 of" in capsys.readouterr().out
     assert tensors(tmp_path / "run", 12) == tensors(undisturbed, 12)
 
