@@ -53,22 +53,23 @@ def load(source: ModelSource) -> Trained:
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     if source.checkpoint:
-        model, _, state = load_model(source.checkpoint, device, precision)
+        model, _, state = load_model(source.checkpoint, device, precision, source.weights)
         run_dir = source.checkpoint.absolute().parent.parent
     else:
-        model, state = _load_newest(source.run_dir, device, precision)
+        model, state = _load_newest(source, device, precision)
         run_dir = source.run_dir
     return Trained(model, state, source.tokenizer or run_dir / "tokenizer.json", source.tokenizer is not None)
 
 
-def _load_newest(run_dir: Path, device: torch.device, precision: str) -> tuple[Transformer, dict[str, Any]]:
+def _load_newest(source: ModelSource, device: torch.device, precision: str) -> tuple[Transformer, dict[str, Any]]:
     """The newest checkpoint that verifies, and a line on stderr for each that does not. Nothing is set aside: that is
     for the run itself. Raises InputMissing where there is none, BadData where none verifies."""
+    run_dir = source.run_dir
     damaged: list[LlmtrainError] = []
     for step in list_steps(run_dir):
         folder = folder_of(run_dir, step)
         try:
-            model, _, state = load_model(folder, device, precision)
+            model, _, state = load_model(folder, device, precision, source.weights)
         except (BadData, InputMissing) as error:  # the run that goes on may have removed it just now
             damaged.append(error)
             continue

@@ -13,6 +13,8 @@ class ModelSource:
     """Run directory whose newest whole checkpoint is read."""
     checkpoint: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Checkpoint folder to read in place of a run's newest, such as runs/default/checkpoints/step-00001000."""
+    weights: Literal["last", "ema"] = "last"
+    """Weights of the checkpoint: the last ones, or their average, where the run kept one (--ema-decay)."""
     tokenizer: Path | None = field(default=None, metadata={"metavar": "FILE"})
     """Tokenizer file; default: tokenizer.json of the run directory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step-00001000/model.safetensors      FP32 masters, by parameter name
                                   optimizer.safetensors  its moments: exp_avg.NAME, exp_avg_sq.NAME, momentum.NAME
+                                  ema.safetensors        an average of the weights, where one is kept
                                   state.json             position, counts, configuration, versions
                                   MANIFEST.json          size and sha256 of each file, pieces of each tensor; sealed
 
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,8 +44,10 @@ from llmtrain.training.optimizer import AdamW
 from llmtrain.training.snapshot import Snapshot
 from llmtrain.training.step import COMPUTE_DTYPES
 
+Weights = Literal["last", "ema"]
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+EMA = "ema.safetensors"
 STEP_NAME = re.compile(r"step-(\d{8,})")
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64"}
 BESIDE_TENSORS = 1 << 20
@@ -80,7 +83,7 @@ def _by_file(flat: FlatParameters, large: Mapping[str, Stretch]) -> dict[str, di
     """File -> name in it -> part of one of the buffers, which are on the CPU; nothing is copied."""
     files: dict[str, dict[str, Tensor]] = {}
     for kind, stretch in large.items():
-        file, prefix = (MODEL, "") if kind == "weight" else (OPTIMIZER, f"{kind}.")
+        file, prefix = {"weight": (MODEL, ""), "ema": (EMA, "")}.get(kind, (OPTIMIZER, f"{kind}."))
         files.setdefault(file, {}).update({prefix + name: view for name, view in flat.views(stretch).items()})
     return files
 
@@ -278,16 +281,23 @@ def load(
     flat: FlatParameters,
     optimizer: AdamW | None = None,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
+    weights: Weights = "last",
 ) -> dict[str, Any]:
     """Fills the masters (and the moments) from a checkpoint, rebuilds the narrow copies and returns state.json, which
-    `check` may refuse before anything is read.
+    `check` may refuse before anything is read. weights "ema": the masters are filled from the average, for a use
+    without the optimizer. An average that the optimizer keeps and the checkpoint lacks begins at the weights.
 
     Raises BadData where anything does not verify; the buffers' contents are then undefined.
     """
     manifest = read_manifest(folder)
     state = _read_state(folder, manifest)
     check(state)
-    large = {"weight": Stretch(0, flat.master)} if optimizer is None else optimizer.large
+    kind = "ema" if weights == "ema" else "weight"
+    if kind == "ema" and EMA not in manifest["files"]:
+        raise InputMissing(f"{folder}: holds no average of the weights: train with --ema-decay, or use --weights last")
+    large = {kind: Stretch(0, flat.master)} if optimizer is None else dict(optimizer.large)
+    if EMA not in manifest["files"]:
+        large.pop("ema", None)
     staged = {kind: Stretch(one.begin, _on_host(one.buffer)) for kind, one in large.items()}
     targets = _by_file(flat, staged)
     with ThreadPoolExecutor(len(targets)) as pool:  # as in `save`
@@ -296,6 +306,8 @@ def load(
         large[kind].buffer.copy_(stretch.buffer)
     if optimizer is not None:
         optimizer.set_counts(state["optimizer"])
+        if "ema" not in large:
+            optimizer.begin_average()
     flat.refresh_narrow()
     return state
 
@@ -353,7 +365,7 @@ def newest_whole(run_dir: Path) -> Path | None:
 
 
 def load_model(
-    folder: Path, device: torch.device | str = "cpu", precision: str = "fp32"
+    folder: Path, device: torch.device | str = "cpu", precision: str = "fp32", weights: Weights = "last"
 ) -> tuple[Transformer, ModelConfig, dict[str, Any]]:
     """The model of a checkpoint for inference, its configuration and state.json. Raises InputMissing, BadData."""
     if not folder.is_dir():
@@ -365,5 +377,5 @@ def load_model(
         raise BadData(f"{folder / STATE}: describes a model that this llmtrain does not know ({error})") from None
     model = Transformer(config, device="meta")
     flat = FlatParameters(model, device, COMPUTE_DTYPES[precision], with_gradients=False)
-    load(folder, flat)
+    load(folder, flat, weights=weights)
     return model, config, state

@@ -73,6 +73,9 @@ class OptimizerConfig:
     the schedule too."""
     muon_momentum: float = field(default=0.95, metadata=DEFINES)
     """Decay of Muon's momentum."""
+    ema_decay: float = field(default=0.0, metadata=DEFINES)
+    """Decay a step of an average of the weights that is kept beside them, for `--weights ema`; 0: none is. 0.999 looks
+    back over the last thousand steps; early on the decay is (1 + t) / (10 + t) where that is less."""
     weight_decay: float = field(default=0.01, metadata=DEFINES)
     """Decoupled decay a step, times the learning rate of what it is of; matrices only."""
     beta1: float = field(default=0.9, metadata=DEFINES)
@@ -96,19 +99,24 @@ class OptimizerConfig:
         _at_least(self, 0, "max_bad_steps", "skip_spikes")
         if self.optimizer == "muon" and not self.learning_rate:
             raise ValueError("learning_rate must be above 0 with muon, whose own rate follows it through the schedule")
-        for name in ("beta1", "beta2", "muon_momentum"):
+        for name in ("beta1", "beta2", "muon_momentum", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    schedule: Literal["cosine", "linear", "wsd"] = field(default="cosine", metadata=DEFINES)
+    """How the learning rate falls after the warmup; wsd: not before the last decay_share of the steps, then as 1 less
+    the root of the share that has passed."""
+    decay_share: float = field(default=0.2, metadata=DEFINES)
+    """Share of the run's steps in which wsd lets the learning rate fall; 0: never."""
     total_steps: int | None = field(default=None, metadata=DEFINES)
     """Optimizer steps of the run; default: as many as the tokens asked of each source, or else the epochs, have."""
     epochs: float = field(default=1.0, metadata=DEFINES)
     """Passes over the corpus, where neither total_steps nor numbers of tokens are given."""
     warmup_steps: int = field(default=2000, metadata=DEFINES)
-    """Steps of linear warmup before the cosine decay."""
+    """Steps of linear warmup."""
     min_lr_ratio: float = field(default=0.1, metadata=DEFINES)
     """Learning rate at the end, as a share of the peak."""
 
@@ -117,8 +125,9 @@ class ScheduleConfig:
         _at_least(self, 0, "warmup_steps")
         if not 0 < self.epochs < float("inf"):
             raise ValueError(f"epochs must be above 0 and finite, not {self.epochs}")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio must be in [0, 1], not {self.min_lr_ratio}")
+        for name in ("min_lr_ratio", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], not {getattr(self, name)}")
 
 
 DEFAULT_BATCH_SIZE = 8
@@ -134,6 +143,12 @@ def of_auto(batch_size: int | Literal["auto"]) -> int:
 class RunConfig:
     run_dir: Path = field(default=Path("runs/default"), metadata={"metavar": "DIR"})
     """Where the run keeps its configuration, metrics and checkpoints."""
+    init_from: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Checkpoint, or run directory whose newest one counts, that the weights are taken from instead of the seed. All
+    else begins anew: data, their length and the optimizer may be others. Read where the run has no checkpoint."""
+    branch_from: str | None = field(default=None, metadata={"metavar": "RUN:STEP"})
+    """Run and step that this one goes on from as a branch, with the optimizer's moments: with another schedule or end,
+    say. With the same data it goes on with its position too. Read where the run has no checkpoint of its own."""
     batch_size: int | Literal["auto"] = DEFAULT_BATCH_SIZE
     """Sequences of one device batch (micro-batch); auto: as many as fit the memory (on a CPU up to 8,192 tokens), while
     a step keeps its sequences: global_batch_size, or accumulate times the batch_size of the --config file, else 8."""
@@ -187,6 +202,14 @@ class RunConfig:
             raise ValueError(
                 f"verify_every {self.verify_every} needs --deterministic: without it a step may rightly give other bits"
             )
+        if self.init_from is not None and self.branch_from is not None:
+            raise ValueError(
+                f"init_from {self.init_from} and branch_from {self.branch_from} both say what to begin with: give one"
+            )
+        if self.branch_from is not None:
+            name, _, step = self.branch_from.rpartition(":")
+            if not name or not (step.isascii() and step.isdigit()):
+                raise ValueError(f"branch_from must be RUN:STEP, such as runs/default:1000, not {self.branch_from}")
         if self.keep_every % self.checkpoint_every:
             raise ValueError(
                 f"keep_every {self.keep_every} must be a multiple of checkpoint_every, {self.checkpoint_every}: no "

@@ -108,10 +108,12 @@ def memory_of(config: TrainConfig, batch_size: int, attention: str, device: torc
         document_mask=config.data.document_mask,
         verify=bool(run.verify_every),
         optimizer=config.optimizer.optimizer,
+        average=bool(config.optimizer.ema_decay),
         references=device.type != "cuda",
     )
     if device.type == "cpu":
-        copied = sum(state_bytes(config.model, config.optimizer.optimizer).values())
+        saved = state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay))
+        copied = sum(saved.values())
         plan = dataclasses.replace(plan, fixed={**plan.fixed, "copy for saves": copied})
     elif config.data.val_tokens:
         # Captured graphs hold on to what the step takes at its peak: an evaluation comes on top.

@@ -36,7 +36,10 @@ class AdamW:
             "exp_avg": Stretch(first, self.exp_avg),
             "exp_avg_sq": Stretch(first, self.exp_avg_sq),
         }
-        """Weights, moments and what else of their size an update changes, by name: all that is saved of them."""
+        """Weights, moments and the weights' average, by name: all that an update changes and a checkpoint holds."""
+        self.average = torch.zeros_like(flat.master) if config.ema_decay else None
+        if self.average is not None:
+            self.large["ema"] = Stretch(0, self.average)
         device = flat.master.device
         # int64: updates applied, which is Adam's t; skipped; skipped in a row up to now. The first two are the step.
         self.tally = torch.zeros(3, dtype=torch.int64, device=device)
@@ -54,10 +57,16 @@ class AdamW:
         return [self.tally, self.bad, *(self.spikes.small if self.spikes else []), *of_scales]
 
     def reset(self) -> None:
-        """As before the first step; the weights stay."""
+        """As before the first step; the weights stay, and are their own average."""
         large = [stretch.buffer for name, stretch in self.large.items() if name != "weight"]
         for buffer in (*large, *self.small):
             buffer.zero_()
+        self.begin_average()
+
+    def begin_average(self) -> None:
+        """The average begins at the weights."""
+        if self.average is not None:
+            self.average.copy_(self.flat.master)
 
     def counts(self, small: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """What a checkpoint holds of `small`, or of a copy of it, as JSON takes it. Waits for the device."""
@@ -96,6 +105,10 @@ class AdamW:
         if c.grad_clip > 0:
             scale = scale * (c.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         self._apply(scale, apply)
+        if self.average is not None:
+            t = self.count.double()
+            share = 1 - ((1 + t) / (10 + t)).clamp(max=c.ema_decay)
+            self.average.lerp_(flat.master, (share * apply).to(flat.master.dtype))
         return figures
 
     def _apply(self, scale: Tensor, apply: Tensor) -> None:

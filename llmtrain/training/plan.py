@@ -27,7 +27,7 @@ from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Room, Unit, by_part, memory_of
-from llmtrain.training.schedule import learning_rate
+from llmtrain.training.schedule import decay_begin, learning_rate
 
 PAIRS_OF = 1 << 17
 """Tokens from the beginning of the run whose documents stand for all, in the plan."""
@@ -86,6 +86,11 @@ def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
     return max(1, round(config.schedule.epochs * order.samples_per_epoch))
 
 
+def steps_of_run(config: TrainConfig, order: SampleOrder) -> int:
+    """Its last one may be partial."""
+    return math.ceil(samples_of_run(config, order) / config.run.sequences_per_step)
+
+
 def make_plan(
     config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend, room: Room,
     ranks: int = 1,
@@ -107,7 +112,7 @@ def make_plan(
         pairs = looked_at.pairs / looked_at.ids.numel()
     return Plan(
         total_samples=total_samples,
-        total_steps=math.ceil(total_samples / per_step),
+        total_steps=steps_of_run(config, order),
         sequences_per_step=per_step,
         flops_per_token=flops(pairs)[0],
         pairs_per_token=pairs,
@@ -123,7 +128,7 @@ def make_plan(
 
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Masters and moments in FP32; headers and state.json are small beside them."""
-    return sum(state_bytes(config.model, config.optimizer.optimizer).values())
+    return sum(state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay)).values())
 
 
 def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
@@ -141,7 +146,7 @@ def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
 
 
 def schedule_line(config: TrainConfig, total_steps: int) -> str:
-    """The learning rate's peak and end, and whether the run gets there."""
+    """How the learning rate goes, its peak and end, and whether the run gets there."""
     peak, warmup = config.optimizer.learning_rate, config.schedule.warmup_steps
     end = learning_rate(total_steps - 1, total_steps, config.optimizer, config.schedule)
     if total_steps < warmup:
@@ -149,7 +154,10 @@ def schedule_line(config: TrainConfig, total_steps: int) -> str:
             f"schedule    lr rises to {end:.2e}, as THE RUN ENDS IN ITS WARMUP: {peak:.2e} is reached at step "
             f"{warmup:,}: lower --warmup-steps"
         )
-    return f"schedule    lr rises to {peak:.2e} over {warmup:,} steps and ends at {end:.2e}"
+    begin = decay_begin(total_steps, config.schedule)
+    stays = f", stays until step {begin:,}" if begin > warmup else ""
+    falls = f" and ends at {end:.2e}" if begin < total_steps else " and stays"
+    return f"schedule    {config.schedule.schedule}: lr rises to {peak:.2e} over {warmup:,} steps{stays}{falls}"
 
 
 def optimizer_line(config: TrainConfig) -> str:
@@ -163,6 +171,8 @@ def optimizer_line(config: TrainConfig) -> str:
             f"Muon, momentum {c.muon_momentum:g}, lr up to {c.muon_lr:.2e}, for the {hidden:,} parameters of the "
             f"blocks' matrices; {adamw} for the other {total - hidden:,}"
         )
+    if c.ema_decay:
+        text += f"; EMA of the weights, decay {c.ema_decay:g}"
     clipping = f"clip {c.grad_clip:g}" if c.grad_clip else "no clipping"
     return f"optimizer   {text}; decay {c.weight_decay:g}, {clipping}"
 

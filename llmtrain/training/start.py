@@ -27,13 +27,13 @@ from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, LlmtrainError, UsageError, write_error
 from llmtrain.storage.manifest import sha256_file
-from llmtrain.training import checkpoint, fit
+from llmtrain.training import checkpoint, fit, origin
 from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import World
-from llmtrain.training.plan import Plan
+from llmtrain.training.plan import Plan, steps_of_run
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 
 MAX_SEQ_LEN = (1 << 31) - 1
@@ -254,7 +254,13 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Sou
             check_document_mask(held_out)
         resolve(config, sources + validation)
     data = dataclasses.replace(config.data, tokens=tokens, val_tokens=val_tokens)
-    return dataclasses.replace(config, data=data), order, validation
+    init_from, branch_from = config.run.init_from, config.run.branch_from
+    run = dataclasses.replace(
+        config.run,
+        init_from=None if init_from is None else init_from.absolute(),
+        branch_from=None if branch_from is None else str(Path(branch_from).absolute()),
+    )
+    return dataclasses.replace(config, data=data, run=run), order, validation
 
 
 def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
@@ -348,7 +354,15 @@ def start(
 
     state, notes = world.from_first(restore)
     at_step = 0
-    if state is None:
+    if state is None and (config.run.init_from is not None or config.run.branch_from is not None):
+        at_step, counts, notes = world.from_first(
+            lambda: origin.begin(config, flat, optimizer, corpus, steps_of_run(config, order))
+        )
+        if counts is None:
+            optimizer.reset()
+        else:
+            optimizer.set_counts(counts)
+    elif state is None:
         flat.master.zero_()
         model.init_weights(config.run.seed)
         optimizer.reset()

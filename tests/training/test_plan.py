@@ -51,8 +51,13 @@ def test_the_memory_of_a_small_model_is_said_in_mib():
 def test_the_schedule_says_what_the_learning_rate_comes_to(tmp_path):
     settings = config(tmp_path / "c.u16", tmp_path / "run", warmup_steps=5)
     # 1e-2; the update before the end is 6/7 through the cosine from 1e-2 to 1e-3: 1e-3 + 9e-3 * 0.0495.
-    assert schedule_line(settings, 12) == "schedule    lr rises to 1.00e-02 over 5 steps and ends at 1.45e-03"
-    assert schedule_line(settings, 5) == "schedule    lr rises to 1.00e-02 over 5 steps and ends at 1.00e-02"
+    assert schedule_line(settings, 12) == "schedule    cosine: lr rises to 1.00e-02 over 5 steps and ends at 1.45e-03"
+    assert schedule_line(settings, 5) == "schedule    cosine: lr rises to 1.00e-02 over 5 steps and stays"
+    wsd = config(tmp_path / "c.u16", tmp_path / "run", warmup_steps=5, schedule="wsd", decay_share=0.5)
+    # Update 15 of those from 10 on: 1 - sqrt(9 / 10) of the way from floor to peak.
+    assert schedule_line(wsd, 20) == (
+        "schedule    wsd: lr rises to 1.00e-02 over 5 steps, stays until step 10 and ends at 1.46e-03"
+    )
 
 
 def test_a_run_that_ends_in_its_warmup_is_told_so(tmp_path):

@@ -1,0 +1,100 @@
+import argparse
+import importlib.util
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from llmtrain.cli import train
+from llmtrain.cli.main import run as llmtrain
+from llmtrain.training import run as training
+from llmtrain.training.config import TrainConfig
+from tests.training.conftest import write_corpus
+
+FOLDER = Path(__file__).parents[1] / "scripts" / "experiments"
+TINY = [
+    "--vocab-size", "96", "--d-model", "32", "--n-layers", "1", "--n-heads", "4", "--n-kv-heads", "2",
+    "--head-dim", "8", "--d-ff", "48", "--seq-len", "16", "--batch-size", "4", "--device", "cpu", "--precision", "fp32",
+    "--total-steps", "8", "--warmup-steps", "0", "--log-every", "1", "--val-every", "1", "--checkpoint-every", "4",
+    "--keep-every", "4",
+]  # fmt: skip
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("experiments_run", FOLDER / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def in_process(*command: str) -> str:
+        capsys.readouterr()
+        assert llmtrain(list(command)) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(module, "llmtrain", in_process)
+    monkeypatch.setattr(module, "has_matplotlib", lambda: False)  # whose import would take most of the time
+    return module
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*/experiment.toml")), ids=lambda path: path.parent.name)
+def test_every_experiment_names_runs_that_exist_and_options_that_train_takes(path: Path, monkeypatch):
+    monkeypatch.chdir(FOLDER.parents[1])
+    plan = tomllib.loads(path.read_text())
+    names = [run["name"] for run in plan["runs"]]
+    assert len(set(names)) == len(names)
+    for entry in plan["compare"]:
+        for arm in ("a", "a2", "b"):
+            assert {entry[arm]} <= set(names) if isinstance(entry[arm], str) else set(entry[arm]) <= set(names)
+    for entry in plan.get("evaluate", []):
+        assert set(entry["runs"]) <= set(names)
+    configs: list[TrainConfig] = []
+    monkeypatch.setattr(training, "train", lambda config, *_: configs.append(config))
+    for run in plan["runs"]:
+        options = [*plan["common"], *run["options"]]
+        train.command.main([o.format(runs="runs/x") for o in options], standalone_mode=False)
+    assert len(configs) == len(names)
+    assert f"| `{path.parent.name}` |" in (FOLDER / "README.md").read_text()
+
+
+def test_an_experiment_is_done_in_pieces_and_ends_with_its_verdict(script, tmp_path, capsys, monkeypatch):
+    data, folder = tmp_path / "data", tmp_path / "small"
+    data.mkdir(), folder.mkdir()
+    write_corpus(data / "corpus.u16", 2000)
+    write_corpus(data / "corpus.val.u16", 400, seed=1)
+    (data / "corpus.json").write_text('{"text_sha256": "of a test"}')
+    (folder / "experiment.toml").write_text(f"""
+question = "Does it learn faster at a rate that is not 0?"
+common = {json.dumps(TINY)}
+runs = [
+    {{name = "slow", options = ["--learning-rate", "1e-9"]}},
+    {{name = "slower", options = ["--learning-rate", "1e-10"]}},
+    {{name = "again", like = ["slow", "slower"], options = ["--seed", "0"]}},
+    {{name = "fast", options = ["--learning-rate", "1e-2"]}},
+    {{name = "branch", options = ["--branch-from", "{{runs}}/fast:4", "--learning-rate", "1e-2"]}},
+]
+evaluate = [{{runs = ["fast"], options = ["--weights", "last"]}}]
+compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", b = "fast"}}]
+""")
+    args = argparse.Namespace(
+        data=data, runs=tmp_path / "runs", gathered=tmp_path / "gathered", override=["--no-qk-norm"], output=None
+    )
+    first = script.Experiment(folder, args)
+    first.train("again")  # like a run that is not there yet: not now
+    first.train("slow")
+    assert first.result()["missing"] == ["slower", "again", "fast", "branch"] and first.compare() == []
+    shutil.rmtree(tmp_path / "runs")  # another session, which has what was gathered
+    second = script.Experiment(folder, args)
+    for name in second.by_name:
+        second.train(name)
+    second.evaluate()
+    result = second.result()
+    assert result["missing"] == [] and not (tmp_path / "runs/small/slow").exists()
+    (verdict,) = result["comparisons"]
+    assert verdict["verdict"] == "better" and verdict["arms"]["a2"] == "again" and verdict["arms"]["b"] == "fast"
+    assert result["runs"]["again"]["options"][-2:] == ["--seed", "0"]
+    assert result["runs"]["fast"]["evaluations"]["--weightslast"][0]["step"] == 8
+    assert result["runs"]["branch"]["val_loss"]["step"][-1] == 8
+    json.dumps(result)
