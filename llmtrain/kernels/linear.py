@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels.fp8 import E4M3, E5M2, Fp8Weight, deliver_scaled_product, eight_bit, scaled_mm
+from llmtrain.kernels.mxfp8 import MxWeight, deliver_mx_product, input_gradient, mx_operands, rounded
 from llmtrain.kernels.weight import deliver_product, operand
 
 Remake = Callable[[], Tensor]
@@ -127,6 +128,44 @@ class _EightBitLinearAdd(torch.autograd.Function):
         return *_eight_bit_backward(ctx, dy), None, dy, None, None, None
 
 
+class _MxLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mx: MxWeight, remake: Remake | None) -> Tensor:
+        ctx.weight, ctx.mx = weight, mx
+        _keep(ctx, x, remake)
+        y = rounded(x.reshape(-1, x.shape[-1]), 1) @ mx.rows.T
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(ctx.mx, rows).view(*dy.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            x = _kept(ctx)
+            dw = deliver_mx_product(ctx.weight, rows, x.reshape(-1, x.shape[-1]))
+        return dx, dw, None, None
+
+
+class _MxLinearAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, mx: MxWeight, into: Tensor, remake: Remake | None, result: bool
+    ) -> Tensor:
+        ctx.weight, ctx.mx = weight, mx
+        _keep(ctx, x, remake)
+        ctx.mark_dirty(into)
+        if result:
+            into.view(-1, into.shape[-1]).addmm_(rounded(x.reshape(-1, x.shape[-1]), 1), mx.rows.T)
+        return into
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx, dw, _, _ = _MxLinear.backward(ctx, dy)
+        return dx, dw, None, dy, None, None
+
+
 def linear_add(
     x: Tensor, weight: Tensor, into: Tensor, remake: Remake | None = None, result: bool = True
 ) -> Tensor:
@@ -135,6 +174,8 @@ def linear_add(
     `result` there is only the gradient: `into` comes back as it was."""
     if eight := eight_bit(weight, x):
         return _EightBitLinearAdd.apply(x, weight, eight, into, remake, torch.is_grad_enabled(), result)
+    if mx := mx_operands(weight, x):
+        return _MxLinearAdd.apply(x, weight, mx, into, remake, result)
     return _LinearAdd.apply(x, weight, into, remake, result)
 
 
@@ -142,7 +183,9 @@ def linear(x: Tensor, weight: Tensor, remake: Remake | None = None) -> Tensor:
     """x: (..., in), weight: (out, in) FP32 master; the product runs, and comes back, in x's dtype: (..., out).
 
     With `remake`, x is not kept for the backward, which calls that instead and must get the same bits. A weight with
-    eight-bit operands (`Fp8Weight`) multiplies bf16 rows by those."""
+    eight-bit operands (`Fp8Weight`, `MxWeight`) multiplies bf16 rows by those."""
     if eight := eight_bit(weight, x):
         return _EightBitLinear.apply(x, weight, eight, remake, torch.is_grad_enabled())
+    if mx := mx_operands(weight, x):
+        return _MxLinear.apply(x, weight, mx, remake)
     return _Linear.apply(x, weight, remake)

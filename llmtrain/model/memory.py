@@ -15,6 +15,7 @@ import torch
 from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, GRAPH
 from llmtrain.kernels.choice import TRITON
 from llmtrain.kernels.cross_entropy import chunk_rows
+from llmtrain.kernels.mxfp8 import rounding_bytes
 from llmtrain.kernels.newton_schulz import batch_size as matrices_at_once
 from llmtrain.kernels.newton_schulz import work_elements
 from llmtrain.model.config import CheckpointActivations, ModelConfig
@@ -213,7 +214,7 @@ def training_memory(
     `references`: the other ops run as such rather than as kernels."""
     c, n = config, batch_size * seq_len
     d, q = c.d_model, c.n_heads * c.head_dim
-    eight_bit = precision == "fp8"
+    eight_bit, mx = precision == "fp8", precision == "mxfp8"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     width = dtype.itemsize
     device = torch.device(device)
@@ -224,7 +225,7 @@ def training_memory(
         "weights": state.pop("weights"),
         "gradients": 4 * parameters,
         **state,
-        "operands": 0 if precision == "fp32" else width * parameters + 2 * eight_bit * eight_bit_weights(c),
+        "operands": 0 if precision == "fp32" else width * parameters + (2 * eight_bit + 4 * mx) * eight_bit_weights(c),
         "copy to verify": saved if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,
@@ -265,6 +266,9 @@ def training_memory(
         "attention's backward": again - final - of_feed_forward + (2 if again else 1) * row + q * n * width
         + attention_backward(c, n, width, attention),
     }  # fmt: skip
+    if mx:  # in the feed-forward's backward the gradient of gate and up, and its input, are rounded
+        passing["feed-forward's backward"] += rounding_bytes(n, 2 * c.d_ff) + 2 * n * d
+        passing["attention's backward"] += rounding_bytes(n, c.qkv_width) + 2 * n * d
     if optimizer == "muon":  # the activations have gone by then
         of_update = update_bytes(c, 2 if device.type == "cuda" else 4)
         passing["update"] = of_update - sum(activations.values())

@@ -17,7 +17,7 @@ from llmtrain.storage.errors import ConfigMismatch
 
 DEFINES = {"defines_run": True}
 
-Precision = Literal["bf16", "fp32", "fp8"]
+Precision = Literal["bf16", "fp32", "fp8", "mxfp8"]
 Attention = Literal["auto", "cudnn", "cudnn-graph", "flash", "efficient", "triton", "reference"]
 
 
@@ -162,7 +162,9 @@ class RunConfig:
     """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
     precision: Precision = field(default="bf16", metadata=DEFINES)
     """Type of activations and matmul operands; weights, gradients and moments are FP32 in any case. fp8: bf16, but the
-    operands of the blocks' matmuls are in eight bits, apart from attention's, routers' and those of experts' dW."""
+    operands of the blocks' matmuls are in eight bits, apart from attention's, routers' and those of experts' dW.
+    mxfp8: bf16, but the operands of the blocks' matmuls, experts' apart, are rounded to MXFP8; that is emulated, and so
+    slower, to see what it does to a loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA where there is a card."""
     attention: Attention = "auto"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from llmtrain.kernels.fp8 import Fp8Weight, Scaling, takes
 from llmtrain.kernels.fp8_grouped import Fp8Experts, experts_take
+from llmtrain.kernels.mxfp8 import MxWeight
+from llmtrain.kernels.mxfp8 import takes as takes_mx
 from llmtrain.kernels.rotary import rotary_tables
 from llmtrain.model.matrices import is_hidden
 from llmtrain.model.transformer import Transformer
@@ -48,7 +50,7 @@ class FlatParameters:
     """Takes over the parameters of `model`, which may be on the meta device: afterwards they are on `device`, zero.
 
     `with_gradients` allocates their gradients too; the compute dtype decides whether narrow copies exist, `eight_bit`
-    whether the matrices that can also get eight-bit operands.
+    whether the matrices that can also get eight-bit operands, `mx` those of MXFP8.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class FlatParameters:
         master_dtype: torch.dtype = torch.float32,
         with_gradients: bool = True,
         eight_bit: bool = False,
+        mx: bool = False,
     ) -> None:
-
         def place(item: tuple[str, nn.Parameter]) -> int:
             name, parameter = item
             return 0 if is_hidden(name, parameter.shape) else 1 if parameter.dim() >= 2 else 2
@@ -103,6 +105,12 @@ class FlatParameters:
         for name, parameter in self.parameters.items() if eight_bit else ():
             if experts_take(parameter):
                 self.eight_bit_experts[name] = parameter.eight_bit = Fp8Experts(parameter)  # type: ignore[attr-defined]
+        self.mx: list[MxWeight] = []
+        for name, parameter in self.parameters.items() if mx else ():
+            if name.endswith(EIGHT_BIT) and takes_mx(parameter):
+                assert self.narrow is not None
+                parameter.mx = MxWeight(self.view(self.narrow, name))  # type: ignore[attr-defined]
+                self.mx.append(parameter.mx)  # type: ignore[attr-defined]
         c = model.config
         model.cos, model.sin = rotary_tables(c.max_seq_len, c.head_dim, c.rope_theta, device)
         model.compute_dtype = compute_dtype
@@ -128,6 +136,12 @@ class FlatParameters:
         if self.scaling is not None:
             self.scaling.follow_history()
         self.refresh_eight_bit()
+        self.refresh_mx()
+
+    def refresh_mx(self) -> None:
+        """Rounds the matrices to MXFP8 anew: after every write of the narrow copies."""
+        for weight in self.mx:
+            weight.refresh()
 
     def refresh_eight_bit(self) -> None:
         """Rebuilds the eight-bit operands from the narrow copies: after every update."""

@@ -85,7 +85,7 @@ class AdamW:
         self.in_a_row.fill_(counts.get("skipped_in_a_row", 0))
         if self.spikes:
             self.spikes.set_counts(counts.get("spikes"))
-        if self.flat.scaling:
+        if self.flat.scaling and "magnitudes" in counts:  # a branch of a run in another precision has none
             self.flat.scaling.history.copy_(torch.tensor(counts["magnitudes"]))
 
     def update(self, sums: Tensor) -> Tensor:

@@ -131,6 +131,9 @@ def checkpoint_bytes(config: TrainConfig) -> int:
     return sum(state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay)).values())
 
 
+MX_WORDS = " (emulated: operands rounded to MXFP8 and multiplied in bf16)"
+
+
 def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
     """The peak by part, and what the activations are."""
     unit = Unit(memory.held)
@@ -214,7 +217,8 @@ def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: s
         f"model       {counts.total:,} parameters, {counts.active:,} active: "
         f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
         f"{model.head_dim}, {model.feed_forward_words()}, vocabulary {model.vocab_size:,}",
-        f"device      {devices}, {run.precision}" + (", deterministic" if run.deterministic else ""),
+        f"device      {devices}, {run.precision}{MX_WORDS * (run.precision == 'mxfp8')}"
+        + (", deterministic" if run.deterministic else ""),
         f"attention   {plan.attention.name}: {plan.attention.why}" + documents,
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
         f"micro-batch{'es' if micro > 1 else ''} of {run.micro_batch_size}" + on_ranks,

@@ -20,6 +20,7 @@ from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend, training_backend
 from llmtrain.kernels.fp8 import MULTIPLE
+from llmtrain.kernels.mxfp8 import BLOCK
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.evaluation import evaluate
 from llmtrain.model.memory import MemoryPlan
@@ -50,8 +51,12 @@ def pick_device(asked: str) -> torch.device:
 
 
 def check_precision(precision: str, seq_len: int, device: torch.device) -> None:
-    """Raises UsageError where --precision fp8 cannot be had: on this device, or for samples of this length, over
-    whose tokens the gradients of weights are summed."""
+    """Raises UsageError where --precision fp8 or mxfp8 cannot be had: on this device, or for samples of this length,
+    over whose tokens the gradients of weights are summed."""
+    if precision == "mxfp8" and seq_len % BLOCK:
+        raise UsageError(
+            f"--seq-len {seq_len} is no multiple of {BLOCK}, as --precision mxfp8 needs: change one of the two"
+        )
     if precision != "fp8":
         return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
@@ -331,7 +336,9 @@ def start(
     model.checkpoint_activations = config.run.checkpoint_activations
     with fit.or_refused(config, attention.name, device, room):
         precision = config.run.precision
-        flat = FlatParameters(model, device, COMPUTE_DTYPES[precision], eight_bit=precision == "fp8")
+        flat = FlatParameters(
+            model, device, COMPUTE_DTYPES[precision], eight_bit=precision == "fp8", mx=precision == "mxfp8"
+        )
         optimizer = optimizer_of(flat, config.optimizer, config.model)
     parts = (model, flat, optimizer, attention, device, room)
     config, train_step, trial = fitting_step(config, *parts, auto, world.size)

@@ -20,8 +20,11 @@ from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""Type of activations; with fp8 the operands of most matmuls are narrower."""
+COMPUTE_DTYPES = {
+    "bf16": torch.bfloat16, "fp8": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32,
+    "fp64": torch.float64,
+}  # fmt: skip
+"""Type of activations; with fp8 and mxfp8 the operands of most matmuls are narrower."""
 
 
 def make_deterministic() -> None:
@@ -84,7 +87,7 @@ class TrainStep:
         checkpoint_activations: CheckpointActivations = "none",
         document_mask: bool = False,
     ) -> "TrainStep":
-        """A step on freshly initialised weights. precision: "bf16", "fp8", "fp32" or (to check the others) "fp64".
+        """A step on freshly initialised weights. precision: "bf16", "fp8", "mxfp8", "fp32" or (to check them) "fp64".
 
         capture: None means on CUDA only.
         """
@@ -94,7 +97,9 @@ class TrainStep:
         model = Transformer(model_config, device="meta")
         model.checkpoint_activations = checkpoint_activations
         master = torch.float64 if precision == "fp64" else torch.float32
-        flat = FlatParameters(model, device, dtype, master_dtype=master, eight_bit=precision == "fp8")
+        flat = FlatParameters(
+            model, device, dtype, master_dtype=master, eight_bit=precision == "fp8", mx=precision == "mxfp8"
+        )
         model.init_weights(seed)
         flat.refresh_narrow()
         optimizer = optimizer_of(flat, optimizer_config, model_config)
@@ -211,6 +216,7 @@ class TrainStep:
         if self.flat.scaling is not None:
             self.flat.scaling.push()
             self.flat.refresh_eight_bit()
+        self.flat.refresh_mx()
 
     def _warm_up(self) -> None:
         """All that a step does, once, without a trace. Zero targets make the update divide by zero, find a norm that is
