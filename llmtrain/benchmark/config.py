@@ -132,6 +132,53 @@ class GemmShapesConfig:
 
 
 @dataclass(frozen=True)
+class AttentionShapesConfig:
+    """Documents laid end to end, and the heads that attend within them."""
+
+    tokens: int = 65536
+    """Tokens in all, about."""
+    shortest: int = 256
+    """Length of the shortest document."""
+    longest: int = 256
+    """Length of the longest document; lengths are drawn evenly between the two."""
+    n_heads: int = 12
+    """Query heads."""
+    n_kv_heads: int = 4
+    """Key and value heads."""
+    head_dim: int = 64
+    """Width of a head."""
+    window: int = 0
+    """Keys that a token sees at most; 0: all of its document."""
+    slots: int = 0
+    """Documents that there is room for; 0: as many as there are."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "tokens", "shortest", "n_heads", "n_kv_heads", "head_dim")
+        if not self.shortest <= self.longest <= self.tokens:
+            raise ValueError(f"longest must be from shortest {self.shortest} to tokens {self.tokens}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}")
+        if self.window < 0 or self.slots < 0:
+            raise ValueError("window and slots must be 0 or more")
+
+
+@dataclass(frozen=True)
+class HeadShapesConfig:
+    """Shapes of the language-model head."""
+
+    tokens: tuple[int, ...] = (16384,)
+    """Rows; may be repeated."""
+    width: int = 1280
+    """Width of a row."""
+    vocabulary: int = 65536
+    """Rows of the weight."""
+
+    def __post_init__(self) -> None:
+        require_each_positive(self, "tokens")
+        require_positive(self, "width", "vocabulary")
+
+
+@dataclass(frozen=True)
 class SweepConfig:
     """How a sweep goes about its rows."""
 

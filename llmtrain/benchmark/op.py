@@ -112,6 +112,8 @@ class Arm:
     """It uses torch.compile."""
     absent: str = ""
     """Why it cannot run here, where it cannot: it is shown so."""
+    peak_gib: float | None = None
+    """What a call takes of the card's memory above its inputs, at its peak; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ def measure_row(
     for name, arm in timed.arms.items():
         judged = {"errors": dict(arm.judgement.errors), "lacks": list(arm.judgement.lacks), "ours": arm.ours}
         record: dict[str, Any] = {"name": name, "compiled": arm.compiled} | judged
+        if arm.peak_gib is not None:
+            record["peak_gib"] = arm.peak_gib
         if name not in builds:
             arms.append(record | {"status": "absent" if arm.absent else "failed", "reason": arm.absent or failed[name]})
             continue

@@ -102,6 +102,20 @@ def error_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [f"Worst error of any row of {rows[0]['op']}, over the tolerance:", "", *table(["arm", *outputs], cells), ""]
 
 
+def memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What each arm took at its peak in the rows of one op, where that was measured."""
+    peaks: dict[str, list[float]] = {}
+    for row in rows:
+        for arm in row["arms"]:
+            if "peak_gib" in arm:
+                peaks.setdefault(arm["name"], []).append(arm["peak_gib"])
+    if not peaks:
+        return []
+    cells = [[name, f"{min(found):.2f}", f"{max(found):.2f}"] for name, found in peaks.items()]
+    header = ["arm", "least", "most"]
+    return [f"GiB at the peak above the inputs, in the rows of {rows[0]['op']}:", "", *table(header, cells), ""]
+
+
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What arms lack, and why some are not there; each once."""
     found = []
@@ -126,7 +140,8 @@ def op_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines += [f"**{op}, {what}**{', before torch.compile was used in the process' if apart else ''}", ""]
         lines += group_lines(group)
     for op in dict.fromkeys(row["op"] for row in rows):
-        lines += error_lines([row for row in rows if row["op"] == op])
+        of_op = [row for row in rows if row["op"] == op]
+        lines += [*error_lines(of_op), *memory_lines(of_op)]
     said = notes(rows)
     return [*lines, *said, ""] if said else lines
 

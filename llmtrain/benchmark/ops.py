@@ -6,14 +6,22 @@ from dataclasses import asdict
 from typing import Any
 
 from llmtrain.benchmark.ceilings import measure_ceilings
-from llmtrain.benchmark.config import GemmShapesConfig, NormShapesConfig, OpTimingConfig, SwiGLUShapesConfig
+from llmtrain.benchmark.config import (
+    AttentionShapesConfig,
+    GemmShapesConfig,
+    HeadShapesConfig,
+    NormShapesConfig,
+    OpTimingConfig,
+    SwiGLUShapesConfig,
+)
 from llmtrain.benchmark.machine import describe, headline, installed
 from llmtrain.benchmark.op import Case, measure_cases
 from llmtrain.benchmark.op_tables import LEGEND, ceilings_line, method_line, op_lines
 from llmtrain.benchmark.timing import Method
+from llmtrain.storage.errors import UsageError
 from llmtrain.training.start import pick_device
 
-PEER_PACKAGES = ("liger-kernel", "quack-kernels", "transformer-engine")
+PEER_PACKAGES = ("nvidia-cudnn-frontend", "liger-kernel", "quack-kernels", "transformer-engine")
 
 
 def method_of(timing: OpTimingConfig) -> Method:
@@ -47,6 +55,28 @@ def gemm_cases(shapes: GemmShapesConfig, timing: OpTimingConfig) -> list[Case]:
     device = pick_device(timing.device)
     pairs = zip(shapes.inputs, shapes.outputs, strict=True)
     return [gemm.make_case(shapes.tokens, k, n, device) for k, n in pairs]
+
+
+def attention_cases(shapes: AttentionShapesConfig, timing: OpTimingConfig) -> list[Case]:
+    from llmtrain.benchmark import attention
+
+    count = max(1, round(shapes.tokens / (shapes.shortest + shapes.longest) * 2))
+    lengths = attention.uniform_lengths(count, shapes.shortest, shapes.longest)
+    if shapes.slots and shapes.slots < count:
+        raise UsageError(f"--slots {shapes.slots} are fewer than the {count} documents: raise it, or leave it out")
+    spread = f"{shapes.shortest} to {shapes.longest}" if shapes.shortest < shapes.longest else str(shapes.longest)
+    shape = attention.Shape(
+        f"{count} of {spread}", lengths, shapes.n_heads, shapes.n_kv_heads, shapes.head_dim, shapes.window or None,
+        shapes.slots or None,
+    )  # fmt: skip
+    return [attention.make_case(shape, pick_device(timing.device))]
+
+
+def head_cases(shapes: HeadShapesConfig, timing: OpTimingConfig) -> list[Case]:
+    from llmtrain.benchmark import head
+
+    device = pick_device(timing.device)
+    return [head.make_case(head.Shape(t, shapes.width, shapes.vocabulary), device) for t in shapes.tokens]
 
 
 def measure_op(

@@ -1,4 +1,4 @@
-"""`llmtrain bench rmsnorm|swiglu|gemm`: an op by itself against its peers."""
+"""`llmtrain bench rmsnorm|swiglu|attention|head|gemm`: an op by itself against its peers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-from llmtrain.benchmark.config import GemmShapesConfig, NormShapesConfig, OpTimingConfig, SwiGLUShapesConfig
+from llmtrain.benchmark.config import (
+    AttentionShapesConfig,
+    GemmShapesConfig,
+    HeadShapesConfig,
+    NormShapesConfig,
+    OpTimingConfig,
+    SwiGLUShapesConfig,
+)
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import UsageError
 
@@ -43,5 +50,7 @@ def op_command(name: str, summary: str, shapes: type, cases: str) -> click.Comma
 COMMANDS = (
     op_command("rmsnorm", "RMSNorm against its peers: error and time.", NormShapesConfig, "norm_cases"),
     op_command("swiglu", "SwiGLU and the rotation of q and k against their peers.", SwiGLUShapesConfig, "swiglu_cases"),
+    op_command("attention", "Attention within documents against its peers.", AttentionShapesConfig, "attention_cases"),
+    op_command("head", "The head: loss, both gradients and memory, against its peers.", HeadShapesConfig, "head_cases"),
     op_command("gemm", "The matrix products of a linear layer against the ceiling.", GemmShapesConfig, "gemm_cases"),
 )
