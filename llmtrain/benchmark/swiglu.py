@@ -66,13 +66,13 @@ def make_case(
         peers = {arm: Peer(op) for arm, op in ops.items()}
         if compiled:
             peers |= compiled_peers(ops["eager"])
+        there = {arm: peer.function for arm, peer in peers.items() if peer.function is not None}
         judged = {arm: Judgement() for arm in peers}
         for seed in range(SEEDS):
             given = x(seed)
-            for arm, peer in peers.items():
-                assert peer.function is not None
+            for arm, op in there.items():
                 try:
-                    found = outputs(peer.function, given)
+                    found = outputs(op, given)
                     truth = exact_outputs(given, found)
                     judged[arm] |= judge(found, truth, {key: Budget(ulps=1.0) for key in truth})
                 except Exception as error:  # a peer may fail in any way
@@ -89,18 +89,22 @@ def make_case(
         return {key: y.detach() for key, y in zip(names, made, strict=True)} | {"dx": gradient}
 
     def timed(direction: str, given: Tensor, peers: dict[str, Peer], judged: dict[str, Judgement]) -> Timed:
-        def build(op: Op) -> Callable[[], Work]:
-            gradients = [torch.randn_like(y) for y in op(given)]
+        def build(peer: Peer) -> Callable[[], Work]:
+            def work() -> Work:
+                op = peer.function
+                assert op is not None
+                gradients = [torch.randn_like(y) for y in op(given)]
 
-            def both() -> object:
-                return torch.autograd.grad(op(given), given, gradients)
+                def both() -> object:
+                    return torch.autograd.grad(op(given), given, gradients)
 
-            return lambda: Work((lambda: op(given)) if direction == "forward" else both, (given, *gradients))
+                return Work((lambda: op(given)) if direction == "forward" else both, (given, *gradients))
+
+            return work
 
         arms = {
-            arm: Arm(build(peer.function), judged[arm], ours=arm == "ours", compiled=arm in COMPILED)
+            arm: Arm(build(peer), judged[arm], ours=arm == "ours", compiled=arm in COMPILED, absent=peer.absent)
             for arm, peer in peers.items()
-            if peer.function is not None
         }
         backward = nbytes + given.numel() * given.element_size() if name == "swiglu" else nbytes
         return Timed(direction, arms, nbytes if direction == "forward" else nbytes + backward)

@@ -1,0 +1,272 @@
+"""Measures RMSNorm's candidates on a card and writes llmtrain/kernels/rmsnorm_table.py: accuracy first, time second.
+
+    python scripts/bench/rmsnorm_routes.py [--quick | --long] [--width H ...] [--inputs N] [--data FILE] [--table FILE]
+    python scripts/bench/rmsnorm_routes.py --defaults     # the table that stands where nothing was measured
+    python scripts/bench/rmsnorm_routes.py --cpu          # tiny, under the interpreter: does the script work
+
+Between two numbers of rows of the grid lies a window. In it a backward candidate qualifies where, at both of the
+window's ends (--long: and at every 64th number of rows within), its dw holds the budget and is no worse than FP32
+eager's on the same inputs of three families, by the worst element and by the median one; eager takes 1 / sqrt in both
+of its forms and the worse of them counts. (dw does not depend on the weight, so one dtype of it stands for both.) Of
+those that qualify the window gets the fastest, by the geometric mean of its times at both ends; where none does, the
+most accurate, and the JSON says so. Widths that are not measured keep their defaults. One H200: --quick about 75 s,
+plain 6 min, --long hours.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if "--cpu" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from llmtrain.benchmark import rmsnorm as bench
+from llmtrain.benchmark.machine import describe
+from llmtrain.benchmark.rmsnorm_candidates import (
+    WIDTHS,
+    backward_candidates,
+    default_table,
+    forward_candidates,
+    table_source,
+)
+from llmtrain.benchmark.timing import Method, Work, measure
+from llmtrain.kernels.rmsnorm_routes import COLUMNS, COLUMNS_ROWS, BackwardRoute, ForwardRoute
+from llmtrain.storage.atomic import write_bytes, write_json
+
+op = importlib.import_module("llmtrain.kernels.rmsnorm")  # its name in the package is the function's
+
+ROOT = Path(__file__).parents[2]
+QUICK = ((256, 512, 768, 1024, 2048, 4096, 6144), (256, 1024, 4096, 16384, 65536))
+PLAIN = (WIDTHS, (64, 256, COLUMNS_ROWS, 2048, 4096, 8192, 16384, 65536, 262144))
+ROUNDING = 2.0**-22 / 1e-4
+"""Two units in FP32's last place, in tolerances: nothing is told apart below that, as of a single row."""
+METHOD = Method(sessions=2, rounds=2, samples=21, turn_seconds=0.004, warmup=2)
+MOST_ELEMENTS = 1 << 30
+"""Of one tensor: the last window is entered at its first number of rows and left at as many as this allows."""
+
+
+def last_rows(width: int, grid: tuple[int, ...]) -> int:
+    return max(grid[-1] + 1, min(1 << 20, MOST_ELEMENTS // width, 16 * grid[-1]))
+
+
+def windows(width: int, grid: tuple[int, ...]) -> list[tuple[int, int | None]]:
+    """(first number of rows, last or None)."""
+    return list(zip((1, *(g + 1 for g in grid)), (*grid, None), strict=True))
+
+
+def fits(route: BackwardRoute, last: int | None) -> bool:
+    return route.program != COLUMNS or (last is not None and last <= COLUMNS_ROWS)
+
+
+def backward(route: BackwardRoute, inputs: bench.Inputs, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dw = torch.empty_like(inputs.weight)
+    return op._backward(inputs.dy, None, inputs.x.detach(), inputs.weight.detach(), rstd, dw, False, route), dw
+
+
+def root_of(x: Tensor) -> Tensor:
+    return 1 / torch.sqrt(x)
+
+
+def rstd_of(x: Tensor, root: Callable[[Tensor], Tensor]) -> Tensor:
+    return root(x.detach().float().square().mean(-1) + bench.EPS)
+
+
+class Accuracy:
+    """Errors of dw over its tolerance at one shape, over all inputs."""
+
+    def __init__(self, width: int, n_rows: int, routes: set[BackwardRoute], inputs: int, device: torch.device) -> None:
+        self.errors: dict[str, list[Tensor]] = {}
+        shape = bench.Shape(n_rows, width)
+        for family in bench.FAMILIES:
+            for seed in range(inputs):
+                given = bench.make_inputs(shape, device, seed, family)
+                exact = bench.exact(given)["dw"]
+                tolerance = 1e-4 + 1e-4 * exact.abs()
+
+                def add(name: str, dw: Tensor, exact: Tensor = exact, tolerance: Tensor = tolerance) -> None:
+                    self.errors.setdefault(name, []).append(((dw.double() - exact).abs() / tolerance).nan_to_num(1e9))
+
+                wide, g = given.x.detach().float(), given.dy.float()
+                for name, root in (("rsqrt", torch.rsqrt), ("1/sqrt", root_of)):
+                    add(f"eager {name}", (g * (wide * rstd_of(given.x, root)[:, None])).sum(0))
+                del wide, g
+                rstd = op._forward(given.x.detach(), None, given.weight.detach(), bench.EPS)[2]
+                for route in routes:
+                    add(str(route), backward(route, given, rstd)[1])
+
+    def worst(self, name: str) -> float:
+        return max(error.max().item() for error in self.errors[name])
+
+    def median(self, name: str) -> float:
+        return torch.cat(self.errors[name]).median().item()
+
+    def eager(self) -> dict[str, float]:
+        names = ("eager rsqrt", "eager 1/sqrt")
+        return {"worst": max(map(self.worst, names)), "median": max(map(self.median, names))}
+
+    def record(self, route: BackwardRoute) -> dict[str, Any]:
+        worst, median, eager = self.worst(str(route)), self.median(str(route)), self.eager()
+        held = worst <= 1 and worst <= max(eager["worst"], ROUNDING) and median <= max(eager["median"], ROUNDING / 4)
+        return {"worst": worst, "median": median, "qualifies": held}
+
+
+Build = Callable[[Any], Callable[[], Work]]
+
+
+def milliseconds(build: Build, routes: list[Any], device: torch.device) -> dict[Any, float]:
+    arms = {str(route): build(route) for route in routes}
+    method = METHOD if device.type == "cuda" else Method(sessions=1, rounds=2, samples=1, warmup=1)
+    measured, _ = measure(arms, device=device, replicate=[str(routes[0])], method=method)
+    return {route: measured[str(route)].times.pooled for route in routes}
+
+
+def times_at(width: int, n_rows: int, device: torch.device) -> tuple[dict[Any, float], dict[Any, float]]:
+    """Milliseconds of every candidate that can run: (forward, backward of both modes)."""
+    given = bench.make_inputs(bench.Shape(n_rows, width), device)
+    x, weight = given.x.detach(), given.weight.detach()
+    rstd = rstd_of(x, torch.rsqrt)
+
+    def forward_work(route: ForwardRoute) -> Callable[[], Work]:
+        def run() -> object:
+            op.forward_route = lambda n, w: route
+            return op._forward(x, None, weight, bench.EPS)
+
+        return lambda: Work(run, (x,))
+
+    def backward_work(route: BackwardRoute) -> Callable[[], Work]:
+        return lambda: Work(lambda: backward(route, given, rstd), (x, given.dy))
+
+    before = op.forward_route
+    try:
+        forward = milliseconds(forward_work, forward_candidates(width), device)
+    finally:
+        op.forward_route = before
+    routes = [r for r in every_backward(width) if fits(r, n_rows)]
+    return forward, milliseconds(backward_work, routes, device)
+
+
+def every_backward(width: int) -> list[BackwardRoute]:
+    return list(dict.fromkeys(backward_candidates(width, True) + backward_candidates(width, False)))
+
+
+def compile_all(width: int, grid: tuple[int, ...], part: int) -> None:
+    """Runs every candidate once at every number of rows, so that its code is in Triton's cache on disk."""
+    device = torch.device("cuda")
+    for first, last in windows(width, grid):
+        for n_rows in (first, last or min(last_rows(width, grid), 65536)):
+            given = bench.make_inputs(bench.Shape(n_rows, width), device)
+            rstd = rstd_of(given.x, torch.rsqrt)
+            if part == 0:
+                for forward_tile in forward_candidates(width):
+                    op.forward_route = lambda n, w, tile=forward_tile: tile
+                    op._forward(given.x.detach(), None, given.weight.detach(), bench.EPS)
+            for route in every_backward(width)[part::2]:
+                if fits(route, n_rows):
+                    backward(route, given, rstd)
+
+
+def geometric(a: float, b: float) -> float:
+    return math.sqrt(a * b)
+
+
+def choose(
+    width: int, grid: tuple[int, ...], inputs: int, inside: int | None, device: torch.device
+) -> tuple[dict[str, Any], list[Any], dict[bool, list[Any]]]:
+    """(what was measured, the forward's windows, the backward's of either mode)."""
+    times = {n: times_at(width, n, device) for n in grid}
+    record: dict[str, Any] = {"width": width, "windows": []}
+    forward: list[Any] = []
+    backwards: dict[bool, list[Any]] = {True: [], False: []}
+    for first, last in windows(width, grid):
+        low, high = max((g for g in grid if g < first), default=grid[0]), last or grid[-1]
+        tiles = {t: geometric(times[low][0][t], times[high][0][t]) for t in times[high][0]}
+        forward.append((last, min(tiles, key=tiles.__getitem__)))
+        end = last or last_rows(width, grid)
+        points = [first, end] + (list(range(first // inside * inside + inside, end, inside)) if inside else [])
+        able = {r for r in times[high][1] if fits(r, last) and r in times[low][1]}
+        found: dict[str, Any] = {"first": first, "last": last, "points": len(points), "routes": {}, "eager": {}}
+        found["forward_ms"] = {str(t): ms for t, ms in tiles.items()}
+        qualified = dict.fromkeys(able, True)
+        worst = dict.fromkeys(able, 0.0)
+        for n_rows in points:
+            accuracy = Accuracy(width, n_rows, able, inputs, device)
+            found["eager"][str(n_rows)] = accuracy.eager()
+            for route in able:
+                at = accuracy.record(route)
+                found["routes"].setdefault(str(route), {})[str(n_rows)] = at
+                qualified[route] &= at["qualifies"]
+                worst[route] = max(worst[route], at["worst"])
+        mean = {r: geometric(times[low][1][r], times[high][1][r]) for r in able}
+        found["backward_ms"] = {str(r): ms for r, ms in mean.items()}
+        for deterministic in (True, False):
+            offered = [r for r in backward_candidates(width, deterministic) if r in able]
+            good = [r for r in offered if qualified[r]]
+            best = min(good, key=mean.__getitem__) if good else min(offered, key=worst.__getitem__)
+            backwards[deterministic].append((last, best))
+            chosen = {"name": str(best), "route": asdict(best), "qualified": bool(good)}
+            found["deterministic" if deterministic else "any order"] = chosen
+        record["windows"].append(found)
+    return record, forward, backwards
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="fewer widths and rows, 2 inputs a family")
+    size.add_argument("--long", action="store_true", help="120 inputs a family, at every 64th number of rows too")
+    size.add_argument("--cpu", action="store_true", help="tiny shapes under the interpreter")
+    size.add_argument("--defaults", action="store_true", help="write the table that stands before anything is measured")
+    parser.add_argument("--width", type=int, action="append", choices=WIDTHS, help="this width; may be repeated")
+    parser.add_argument("--inputs", type=int, help="inputs of each family")
+    parser.add_argument("--data", type=Path, default=ROOT / "docs/data/rmsnorm-routes.json")
+    parser.add_argument("--table", type=Path, default=ROOT / "llmtrain/kernels/rmsnorm_table.py")
+    arguments = parser.parse_args()
+    forward, backwards = default_table()
+    if arguments.defaults:
+        origin = "nothing is measured yet, these are the defaults"
+        write_bytes(arguments.table, table_source(forward, backwards, origin).encode())
+        return 0
+    begin = time.perf_counter()
+    device = torch.device("cpu" if arguments.cpu else "cuda")
+    widths, grid = ((64,), (8, 40)) if arguments.cpu else QUICK if arguments.quick else PLAIN
+    widths = tuple(arguments.width or widths)
+    inputs = arguments.inputs or (120 if arguments.long else 2 if arguments.quick or arguments.cpu else 10)
+    machine = describe(not arguments.cpu)
+    if not arguments.cpu:
+        with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+            jobs = [(width, grid, part) for width in widths for part in (0, 1)]
+            pool.starmap(compile_all, jobs, chunksize=1)
+        print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    records = []
+    for width in widths:
+        record, tiles, of_mode = choose(width, grid, inputs, 64 if arguments.long else None, device)
+        records.append(record)
+        forward = tuple((w, tuple(tiles) if w == width else old) for w, old in forward)
+        for mode, chosen in of_mode.items():
+            backwards[mode] = tuple((w, tuple(chosen) if w == width else old) for w, old in backwards[mode])
+        share = statistics.mean(w["deterministic"]["qualified"] for w in record["windows"])
+        print(f"width {width}: {share:.0%} of windows have a qualified route, {time.perf_counter() - begin:.0f} s",
+              flush=True)  # fmt: skip
+        measured = ", ".join(str(r["width"]) for r in records)
+        origin = f"measured on {machine['card']['name'] if machine['card'] else 'a CPU'}: widths {measured}"
+        data = {"machine": machine, "grid": grid, "inputs": inputs, "every_64th": arguments.long, "widths": records}
+        write_json(arguments.data, data)
+        write_bytes(arguments.table, table_source(forward, backwards, origin).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

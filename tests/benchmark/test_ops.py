@@ -1,0 +1,111 @@
+"""The ops' benchmarks as a person runs them, and the page of their tables."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.benchmark import rmsnorm
+from llmtrain.benchmark.config import GemmShapesConfig, NormShapesConfig, OpTimingConfig, SwiGLUShapesConfig
+from llmtrain.benchmark.op import judge, ulp_error
+from llmtrain.cli.main import run
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--device", "cpu", "--sessions", "1", "--rounds", "2", "--samples", "2", "--no-compile"]
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "rows"),
+    [
+        ("rmsnorm", ["--tokens", "9", "--width", "32"], 2 * 3),  # few rows: twice
+        ("rmsnorm", ["--tokens", "700", "--width", "16", "--heads", "2"], 3),
+        ("swiglu", ["--tokens", "16", "--d-ff", "24", "--n-heads", "2", "--n-kv-heads", "1", "--head-dim", "8"], 4),
+        ("gemm", ["--tokens", "32", "--inputs", "16", "--outputs", "24"], 3),
+    ],
+)
+def test_an_op_is_timed_and_written(tmp_path, capsys, op, shapes, rows):
+    assert run(["bench", op, *SHORT, *shapes, "--output", str(tmp_path / "op.md")]) == 0
+    out, told = capsys.readouterr()
+    assert out == (tmp_path / "op.md").read_text() and out.startswith(f"# {op}\n")
+    data = json.loads((tmp_path / "data" / "op.json").read_text())
+    assert len(data["rows"]) == len(told.splitlines()) == (3 if op == "rmsnorm" else rows)
+    for row in data["rows"]:
+        ours = row["arms"][0]
+        assert ours["name"] == "ours" and ours["status"] == "ok" and ours["ms"] > 0
+        assert max(ours["errors"].values()) <= 1
+    if op == "rmsnorm":
+        assert "- Transformer Engine: absent" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["rmsnorm", "--tokens", "0"], "tokens"),
+        (["rmsnorm", "--heads", "2", "--residual"], "residual"),
+        (["rmsnorm", "--sessions", "1", "--rounds", "1"], "rounds"),
+        (["swiglu", "--head-dim", "7"], "head_dim"),
+        (["gemm", "--inputs", "16", "--outputs", "16", "--outputs", "17"], "outputs"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(capsys, arguments, named):
+    assert run(["bench", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_defaults_are_shapes():
+    for config in (OpTimingConfig, NormShapesConfig, SwiGLUShapesConfig, GemmShapesConfig):
+        config()
+
+
+@pytest.mark.parametrize("family", rmsnorm.FAMILIES)
+@pytest.mark.parametrize(
+    "shape",
+    [rmsnorm.Shape(20, 48), rmsnorm.Shape(20, 48, residual=True), rmsnorm.Shape(5, 16, heads=3, strided=True)],
+    ids=str,
+)
+def test_the_exact_results_are_those_of_autograd_in_fp64(shape, family):
+    given = rmsnorm.make_inputs(shape, torch.device("cpu"), 1, family)
+    exact = rmsnorm.exact(given)
+    h = given.x.detach() if given.residual is None else given.x.detach() + given.residual
+    h, w = h.double().requires_grad_(), given.weight.detach().double().requires_grad_()
+    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + rmsnorm.EPS) * w
+    y.backward(given.dy.double())
+    dx = h.grad if given.dh is None else h.grad + given.dh.double()
+    for name, truth in {"y": y.detach(), "dx": dx, "dw": w.grad}.items():
+        assert torch.allclose(exact[name], truth, rtol=1e-12, atol=1e-12)
+    assert judge(rmsnorm.outputs(rmsnorm.eager, given), exact, rmsnorm.BUDGET).competes
+
+
+def test_a_strided_view_is_one():
+    given = rmsnorm.make_inputs(rmsnorm.Shape(5, 16, heads=3, strided=True), torch.device("cpu"))
+    assert given.x.shape == (5, 3, 16) and not given.x.is_contiguous()
+
+
+def test_errors_in_ulps():
+    exact = torch.tensor([1.0, -300.0], dtype=torch.float64)
+    assert ulp_error(exact.bfloat16(), exact) == 0
+    assert ulp_error(torch.tensor([1 + 2.0**-7, -300.0]).bfloat16(), exact) == 1
+    assert ulp_error(torch.tensor([1.0, -301.0]), exact) == 2.0**15  # FP32 has a finer last place
+
+
+def test_the_page_is_what_the_script_makes_of_the_data(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "docs_ops.py"))
+    assert (ROOT / "docs" / "ops.md").read_text() == script["page"](ROOT / "docs" / "data"), "run `make docs`"
+    assert script["page"](tmp_path).count("Not measured yet") == 1 + len(script["SECTIONS"])
+
+
+def test_the_page_holds_the_tables_of_what_was_measured(tmp_path):
+    shapes = ["--tokens", "32", "--inputs", "16", "--outputs", "24"]
+    assert run(["bench", "gemm", *SHORT, *shapes, "--output", str(tmp_path / "gemm.md")]) == 0
+    (tmp_path / "data" / "gemm.json").rename(tmp_path / "ops-gemm.json")
+    script = runpy.run_path(str(ROOT / "scripts" / "docs_ops.py"))
+    assert "**gemm, dW**" in script["page"](tmp_path)
+
+
+def test_the_script_times_every_part(monkeypatch, tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "bench" / "ops.py"))
+    cases = {part: make(torch.device("cpu"), False) for part, make in script["PARTS"].items()}
+    assert {part: len(made) for part, made in cases.items()} == {"rmsnorm": 19, "crossover": 13, "swiglu": 6, "gemm": 8}
+    assert all(case.small == (case.shape["T"] < 1024) for case in cases["rmsnorm"])
