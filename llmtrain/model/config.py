@@ -13,6 +13,10 @@ OF_EXPERTS = (
 """Fields that say nothing without moe."""
 
 
+MOST_LAYERS = 1 << 16
+"""So that what is counted layer by layer is counted at once; no model is near."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int = 0
@@ -65,6 +69,8 @@ class ModelConfig:
     """Standard deviation of initial weights; the two projections into the residual stream get it / sqrt(2 n_layers)."""
 
     def __post_init__(self) -> None:
+        if self.n_layers > MOST_LAYERS:
+            raise ValueError(f"n_layers must be at most {MOST_LAYERS}, not {self.n_layers}")
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
