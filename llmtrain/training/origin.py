@@ -11,7 +11,10 @@ from llmtrain.training.config import TrainConfig, sequences_per_step, to_tables
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
 
-MAY_DIFFER = {"max_seq_len", "rope_theta", "norm_eps", "z_loss", "init_std"}
+MAY_DIFFER = {
+    "max_seq_len", "rope_theta", "norm_eps", "z_loss", "init_std", "window", "global_every", "balance_loss",
+    "router_z_loss",
+}  # fmt: skip
 """Fields of a model that change none of its tensors' shapes."""
 
 

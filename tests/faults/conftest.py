@@ -26,7 +26,7 @@ from llmtrain.corpus import batches
 from llmtrain.storage import atomic
 from llmtrain.training import run, start, step, validate
 
-def dwell(where, name, at, seconds=0.4):
+def dwell(where, name, at, seconds=1.0):
     original, calls = getattr(where, name), [0]
     def slow(*arguments, **named):
         mine = where is not batches or threading.current_thread().name == "batches"
