@@ -23,7 +23,8 @@ def test_a_configuration_survives_its_toml(tmp_path):
     one = config(Path('odd "name" \\ ü\n.u16'), tmp_path, epochs=0.5)
     tables = tomllib.loads(to_toml(one))
     assert tables["data"]["tokens"] == ['odd "name" \\ ü\n.u16']
-    assert tables["schedule"] == {"total_steps": 12, "epochs": 0.5, "warmup_steps": 5, "min_lr_ratio": 0.1}
+    given = {"total_steps": 12, "epochs": 0.5, "warmup_steps": 5, "min_lr_ratio": 0.1}
+    assert tables["schedule"] == given | {"schedule": "cosine", "decay_share": 0.2}
     assert tables["optimizer"]["adam_eps"] == 1e-8
     assert {k: list(v) if isinstance(v, tuple) else v for k, v in to_tables(one)["data"].items()} == tables["data"]
 

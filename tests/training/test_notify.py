@@ -113,7 +113,7 @@ def test_a_word_is_sent_only_as_often_as_is_needed_and_a_longer_silence_is_annou
     end = time.monotonic() + 0.35
     while time.monotonic() < end:
         supervisor.alive()
-    assert ear.heard() == ["WATCHDOG=1"] * 3
+    assert ear.heard() in (["WATCHDOG=1"] * 3, ["WATCHDOG=1"] * 4)  # a quarter of the time each, and some passed before
     supervisor.alive(LONG)
     supervisor.alive(LONG)
     supervisor.alive()
