@@ -9,6 +9,7 @@ import codecs
 import ctypes
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any, Literal
@@ -36,7 +37,7 @@ _MOST_CACHE_BYTES = 64 << 20
 _LOOK_EVERY_BYTES = 4 << 20
 
 
-class Engine:
+class Engine(ABC):
     """Bytes of documents to ids. `piece_bytes` is what the library gets at once of a long document: it needs memory in
     proportion (`tokenizers` about 156 bytes a byte) until the ids are taken."""
 
@@ -71,9 +72,9 @@ class Engine:
             np.add.at(lengths, list(numbers), sizes + np.array(last))
         return parts, lengths, bad
 
+    @abstractmethod
     def _ids(self, pieces: list[bytes]) -> list[np.ndarray]:
         """The ids of each piece, of any integer type that holds them. Raises BadData for one beyond the vocabulary."""
-        raise NotImplementedError
 
     def _pieces(self, documents: Sequence[bytes], bad: list[tuple[int, int]]) -> Iterator[tuple[int, bytes, bool]]:
         """(number of the document, a piece of it, whether it is the last) of those that hold text."""

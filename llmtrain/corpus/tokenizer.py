@@ -43,8 +43,6 @@ class Tokenizer:
     """The path that it was loaded from."""
     data: bytes
     """The file's bytes."""
-    vocab: dict[str, int]
-    """Token to id, added tokens excluded unless the vocabulary itself holds them."""
     added_ids: set[int]
     byte_level: bool
     """Whether the characters of its tokens stand for bytes."""
@@ -62,14 +60,13 @@ class Tokenizer:
         spec = _parse(data, file)
         self.plain = _plain(spec)
         added = {str(token["content"]): int(token["id"]) for token in spec["added_tokens"]}
-        vocab = self._library.get_vocab()
+        vocab = self.vocab
         highest = max(chain(vocab.values(), added.values()), default=-1)
         self.vocab_size = highest + 1
         eos_id = next((ids[name] for name in EOS_NAMES for ids in (added, vocab) if name in ids), None)
         if eos_id is None:
             raise BadData(f"{file}: the tokenizer has no end-of-text token such as {EOS}: name another tokenizer")
         self.eos_id = eos_id
-        self.vocab = vocab
         self.added_ids = set(added.values())
         self.byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         self.can_cut = _cuts_are_known(spec)
@@ -77,11 +74,27 @@ class Tokenizer:
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:
+        # A worker with another engine has no use for it, and it takes a third of a second to build.
         return _build(self.plain, self.file)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker with another engine has no use for it, and it takes a third of a second to build.
-        return {name: value for name, value in self.__dict__.items() if name != "_library"}
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token to id, added tokens excluded unless the vocabulary itself holds them."""
+        return self._library.get_vocab()
+
+    def facts(self) -> dict[str, Any]:
+        """What was found out of the file, as JSON takes it: another process makes the same tokenizer of it."""
+        known = ("file", "sha256", "vocab_size", "eos_id", "byte_level", "can_cut", "splitting", "plain")
+        return {name: getattr(self, name) for name in known} | {
+            "data": self.data.decode(), "added_ids": sorted(self.added_ids)
+        }  # fmt: skip
+
+    @classmethod
+    def of_facts(cls, facts: dict[str, Any]) -> "Tokenizer":
+        """The tokenizer whose `facts` these are; the file is not read and the library not built."""
+        tokenizer = cls.__new__(cls)
+        tokenizer.__dict__.update(facts | {"data": facts["data"].encode(), "added_ids": set(facts["added_ids"])})
+        return tokenizer
 
     def require_u16(self) -> None:
         """Raises BadData where an id would not fit the two bytes of a token file."""

@@ -1,13 +1,14 @@
 """Documents encoded by worker processes, in order.
 
 A worker is a process of its own (nothing forked, so no lock or thread of the parent is copied) with one socket to the
-parent. Blocks of documents go out and their ids come back; at most two blocks' bytes wait at a worker. A thread of the
-worker sits in `recv` all the time: it takes the next block while the present one is encoded, and the end of the socket
-is how a worker learns that its parent is gone, however that came about.
+parent. Blocks of documents go out and their ids come back: a line of JSON, and the numbers and bytes that it tells of.
+At most two blocks' bytes wait at a worker. A thread of the worker sits in `recv` all the time: it takes the next block
+while the present one is encoded, and the end of the socket is how a worker learns that its parent is gone, however that
+came about.
 """
 
+import json
 import os
-import pickle
 import queue
 import select
 import signal
@@ -27,6 +28,8 @@ import numpy as np
 from llmtrain.corpus.documents import INVALID_UTF8, Document, falls_within
 from llmtrain.corpus.engine import Engine, open_engine
 from llmtrain.corpus.streams import Damage
+from llmtrain.corpus.tokenizer import Tokenizer
+from llmtrain.storage import errors
 from llmtrain.storage.errors import STOP_SIGNALS, InternalError, LlmtrainError
 
 # The worker's program. It finds modules where this process does, whatever the current folder holds.
@@ -147,7 +150,7 @@ def _start(engine: Engine, holdout: float, stack: ExitStack) -> _Worker:
     stack.callback(_end, process, ours)
     worker = _Worker(process, ours)
     try:
-        _put(ours, (engine.name, engine.tokenizer, holdout))
+        _put(ours, {"engine": engine.name, "tokenizer": engine.tokenizer.facts(), "holdout": holdout})
     except OSError as error:
         raise _died(worker) from error
     return worker
@@ -163,7 +166,9 @@ def _send(worker: _Worker, block: list[Document]) -> Task:
     files, ordinals, places, sizes, datas, damages = map(list, zip(*block, strict=True))
     task = Task(files, ordinals, places, sizes, damages, _nbytes(block))
     try:
-        _put(worker.connection, [len(data) for data in datas], [datas[0] if len(datas) == 1 else b"".join(datas)])
+        lengths = np.array([len(data) for data in datas], np.int64)
+        joined = datas[0] if len(datas) == 1 else b"".join(datas)
+        _put(worker.connection, {"documents": len(datas)}, [lengths, joined])
     except OSError as error:
         raise _died(worker) from error
     worker.tasks.append(task)
@@ -173,14 +178,18 @@ def _send(worker: _Worker, block: list[Document]) -> Task:
 def _receive(worker: _Worker) -> None:
     try:
         answer = _take(worker.connection)
-        if isinstance(answer, LlmtrainError):
-            raise answer
-        sizes, lengths, held_out, left_out = answer
-        ids = [np.empty(size, np.uint16) for size in sizes]
-        for array in ids:
-            _fill(worker.connection, memoryview(array).cast("B"))  # type: ignore[arg-type]
+        if "error" in answer:
+            raise getattr(errors, answer["error"])(answer["line"])
+        documents = len(worker.tasks[0].sizes)
+        lengths, held_out, *ids = (
+            _receive_array(worker.connection, size, dtype)
+            for size, dtype in (
+                (documents, np.int64), (documents, np.bool_), *((size, np.uint16) for size in answer["sizes"])
+            )
+        )  # fmt: skip
     except (OSError, EOFError) as error:
         raise _died(worker) from error
+    left_out = [(number, reason, place) for number, reason, place in answer["left_out"]]
     worker.tasks.popleft().encoded = Encoded(ids, lengths, held_out, left_out)
 
 
@@ -191,18 +200,22 @@ def _died(worker: _Worker) -> InternalError:
     return InternalError(f"a worker ended with status {code}: its own message is above")
 
 
-def _put(connection: socket.socket, header: Any, buffers: Iterable[Any] = ()) -> None:
+def _put(connection: socket.socket, header: dict[str, Any], buffers: Iterable[Any] = ()) -> None:
     """Sends what `_take` receives, and then bytes as they are: the receiver knows how many."""
-    data = pickle.dumps(header)
+    data = json.dumps(header).encode()
     connection.sendall(struct.pack("<Q", len(data)) + data)
     for buffer in buffers:
         connection.sendall(buffer)
 
 
-def _take(connection: socket.socket) -> Any:
+def _take(connection: socket.socket) -> dict[str, Any]:
     """Raises EOFError where the other side is gone."""
     (size,) = struct.unpack("<Q", _receive_bytes(connection, 8))
-    return pickle.loads(_receive_bytes(connection, size))
+    return json.loads(_receive_bytes(connection, size))
+
+
+def _receive_array(connection: socket.socket, size: int, dtype: type[np.generic]) -> np.ndarray:
+    return np.frombuffer(_receive_bytes(connection, size * np.dtype(dtype).itemsize), dtype)
 
 
 def _receive_bytes(connection: socket.socket, size: int) -> bytearray:
@@ -222,17 +235,17 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
 def main(descriptor: int) -> None:
     """The worker process; `descriptor` is its end of the socket."""
     connection = socket.socket(fileno=descriptor)
-    work: queue.SimpleQueue[tuple[list[int], bytearray]] = queue.SimpleQueue()
+    work: queue.SimpleQueue[tuple[np.ndarray, bytearray]] = queue.SimpleQueue()
     with _ending_with_the_socket():
-        name, tokenizer, holdout = _take(connection)
+        asked = _take(connection)
         engine: Engine | LlmtrainError
         try:
-            engine = open_engine(tokenizer, name)
+            engine = open_engine(Tokenizer.of_facts(asked["tokenizer"]), asked["engine"])
         except LlmtrainError as error:
             engine = error
         threading.Thread(target=_read, args=(connection, work), daemon=True).start()
         while True:
-            _answer(connection, engine, holdout, *work.get())
+            _answer(connection, engine, asked["holdout"], *work.get())
 
 
 @contextmanager
@@ -245,30 +258,30 @@ def _ending_with_the_socket() -> Iterator[None]:
         os._exit(0)
 
 
-def _read(connection: socket.socket, work: "queue.SimpleQueue[tuple[list[int], bytearray]]") -> None:
+def _read(connection: socket.socket, work: "queue.SimpleQueue[tuple[np.ndarray, bytearray]]") -> None:
     with _ending_with_the_socket():
         while True:
-            lengths = _take(connection)
-            work.put((lengths, _receive_bytes(connection, sum(lengths))))
+            lengths = _receive_array(connection, _take(connection)["documents"], np.int64)
+            work.put((lengths, _receive_bytes(connection, int(lengths.sum()))))
 
 
 def _answer(
-    connection: socket.socket, engine: Engine | LlmtrainError, holdout: float, lengths: list[int], data: bytearray
+    connection: socket.socket, engine: Engine | LlmtrainError, holdout: float, lengths: np.ndarray, data: bytearray
 ) -> None:
     try:
         if isinstance(engine, LlmtrainError):
             raise engine
         encoded = encode_block(engine, _cut(data, lengths), holdout)
     except BaseException as error:  # the library's panics are no Exceptions
-        known = isinstance(error, LlmtrainError)
-        _put(connection, error if known else InternalError(f"a worker failed: {type(error).__name__}: {error}"))
+        if not isinstance(error, LlmtrainError):
+            error = InternalError(f"a worker failed: {type(error).__name__}: {error}")
+        _put(connection, {"error": type(error).__name__, "line": str(error)})
         return
     del data
-    header = ([len(ids) for ids in encoded.ids], encoded.lengths, encoded.held_out, encoded.left_out)
-    _put(connection, header, encoded.ids)
+    header = {"sizes": [len(ids) for ids in encoded.ids], "left_out": encoded.left_out}
+    _put(connection, header, [encoded.lengths, encoded.held_out, *encoded.ids])
 
 
-def _cut(data: bytearray, lengths: list[int]) -> list[bytes]:
-    view = memoryview(data)
-    ends = np.cumsum(lengths).tolist()
-    return [bytes(view[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+def _cut(data: bytearray, lengths: np.ndarray) -> list[bytes]:
+    view, ends = memoryview(data), lengths.cumsum()
+    return [bytes(view[begin:end]) for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]

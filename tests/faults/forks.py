@@ -57,6 +57,7 @@ class Process:
 
     def __init__(self, server: subprocess.Popen, pid: int, out: Path, err: Path) -> None:
         self._server, self.pid, self._out, self._err = server, pid, out, err
+        self.ended = False
 
     @property
     def out(self) -> str:
@@ -92,6 +93,7 @@ class Process:
         try:
             return int(self._server.stdout.readline())
         finally:
+            self.ended = True
             killer.cancel()
 
 
@@ -112,6 +114,8 @@ class Ranks:
         try:
             return list(map(int, self._server.stdout.readline().split()))
         finally:
+            for process in self.ranks:
+                process.ended = True
             for killer in killers:
                 killer.cancel()
 
@@ -129,15 +133,26 @@ class Forks:
         self._server = subprocess.Popen(
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        self._latest: list[Process] = []
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._settle()
         self._server.stdin.close()
         self._server.kill()
         self._server.wait()
         self._server.stdout.close()
+
+    def _settle(self) -> None:
+        """Ends what a test that failed has left running: the server would wait for it, and answer the next test with
+        its exit code."""
+        if any(not process.ended for process in self._latest):
+            for process in self._latest:
+                process.kill()
+            self._server.stdout.readline()
+        self._latest = []
 
     def start(self, cwd: Path, name: str, *arguments: object, before: str = "", **environment: str) -> Process:
         """`llmtrain arguments` in `cwd`, its output in files NAME.out and NAME.err there; `before` is Python to run
@@ -159,6 +174,7 @@ class Forks:
     def _start(
         self, cwd: Path, processes: dict[str, dict[str, str]], arguments: tuple[object, ...], before: str
     ) -> list[Process]:
+        self._settle()
         outputs = [(cwd / f"{name}.out", cwd / f"{name}.err") for name in processes]
         for path in itertools.chain(*outputs):
             path.unlink(missing_ok=True)
@@ -166,4 +182,5 @@ class Forks:
         self._server.stdin.write(json.dumps(ask) + "\n")
         self._server.stdin.flush()
         pids = map(int, self._server.stdout.readline().split())
-        return [Process(self._server, pid, *paths) for pid, paths in zip(pids, outputs, strict=True)]
+        self._latest = [Process(self._server, pid, *paths) for pid, paths in zip(pids, outputs, strict=True)]
+        return self._latest
