@@ -19,7 +19,7 @@ from llmtrain.benchmark.op import Case, measure_cases
 from llmtrain.benchmark.op_tables import LEGEND, ceilings_line, method_line, op_lines
 from llmtrain.benchmark.timing import Method
 from llmtrain.storage.errors import UsageError
-from llmtrain.training.start import pick_device
+from llmtrain.training.devices import pick_device
 
 PEER_PACKAGES = ("nvidia-cudnn-frontend", "liger-kernel", "quack-kernels", "transformer-engine")
 

@@ -15,7 +15,7 @@ from llmtrain.benchmark.step import RandomSteps, model_figures, throughput
 from llmtrain.benchmark.timing import burst, steps_for
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import attention_flops, parameter_counts
-from llmtrain.training.start import pick_device
+from llmtrain.training.devices import pick_device
 
 PROFILED_STEPS = 3
 

@@ -25,7 +25,7 @@ from llmtrain.model.flops import (
 )
 from llmtrain.model.memory import training_memory
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.start import check_precision, pick_attention, pick_device
+from llmtrain.training.devices import check_precision, pick_attention, pick_device
 from llmtrain.training.step import TrainStep
 
 GIB = 2**30

@@ -79,8 +79,8 @@ def what_to_run(
 def measured(measure: Callable[..., dict[str, Any]], shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     """What `measure` returns, and the machine before it; UsageError where the shape does not fit the device."""
     from llmtrain.benchmark.machine import describe
+    from llmtrain.training.devices import pick_device
     from llmtrain.training.fit import out_of_memory
-    from llmtrain.training.start import pick_device
 
     machine = describe(pick_device(timing.device).type == "cuda")
     try:

@@ -25,9 +25,11 @@ Line = tuple[str, str]
 
 def open_token_file(path: Path, eos_id: int | None = None) -> "TokenFile":
     """The token file, with any vocabulary where it has no manifest."""
-    from llmtrain.corpus.token_file import MAX_VOCAB, TokenFile, manifest_path
+    from llmtrain.corpus.config import MAX_VOCAB_SIZE
+    from llmtrain.corpus.token_file import TokenFile
+    from llmtrain.corpus.token_manifest import manifest_path
 
-    return TokenFile.open(path, None if manifest_path(path).exists() else MAX_VOCAB, eos_id)
+    return TokenFile.open(path, None if manifest_path(path).exists() else MAX_VOCAB_SIZE, eos_id)
 
 
 def token_file_lines(

@@ -72,7 +72,7 @@ def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
     from llmtrain.benchmark.statistics import NOISY_SPREAD
     from llmtrain.benchmark.sweep import run_sweep
     from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_table
-    from llmtrain.training.start import pick_device
+    from llmtrain.training.devices import pick_device
 
     on_card = pick_device(timing.device).type == "cuda"
     output = output or Path("docs/baseline.md" if on_card else "docs/baseline-cpu.md")

@@ -12,7 +12,7 @@ from llmtrain.inference.config import ModelSource
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, LlmtrainError
 from llmtrain.training.checkpoint import folder_of, list_steps, load_model
-from llmtrain.training.start import pick_device
+from llmtrain.training.devices import pick_device
 
 
 @dataclass(frozen=True)

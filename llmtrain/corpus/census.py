@@ -10,7 +10,8 @@ from typing import IO
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.corpus.token_file import MAX_VOCAB, TokenFile
+from llmtrain.corpus.config import MAX_VOCAB_SIZE
+from llmtrain.corpus.token_file import TokenFile
 
 READ_TOKENS = 1 << 22
 """Ids read at a time."""
@@ -24,7 +25,7 @@ class Census:
     """Of the first `tokens` ids of a file, and the documents that end within them."""
 
     tokens: int = 0
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(MAX_VOCAB, np.int64))
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(MAX_VOCAB_SIZE, np.int64))
     """How often each id occurs."""
     documents: int = 0
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(64, np.int64))
@@ -87,7 +88,7 @@ def take_census(file: TokenFile, limit: int = 0, against: TokenFile | None = Non
         ours, theirs = Hashes(stack), Hashes(stack)
         for ids, hashes, lengths in _documents(file, limit):
             census.tokens += ids.size
-            census.ids += np.bincount(ids, minlength=MAX_VOCAB)
+            census.ids += np.bincount(ids, minlength=MAX_VOCAB_SIZE)
             census.documents += lengths.size
             census.lengths += np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1, minlength=64)
             census.longest = max(census.longest, int(lengths.max(initial=0)))

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from llmtrain.corpus.shards import find_parts
-from llmtrain.corpus.token_file import TokenFile, manifest_path, read_manifest
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import manifest_path, read_manifest
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing
 
 

@@ -26,7 +26,7 @@ from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, show
 from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
 from llmtrain.corpus.reading import read_documents
 from llmtrain.corpus.streams import Progress
-from llmtrain.corpus.token_file import held_out_path, manifest_path, work_folder, write_manifest
+from llmtrain.corpus.token_manifest import held_out_path, manifest_path, work_folder, write_manifest
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Encoded, Task, encode_blocks
 from llmtrain.corpus.writing import Part, Work, journal_engine, names

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.corpus.counts import Counts
-from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, work_folder
+from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, work_folder
 from llmtrain.storage.atomic import fsync_folder, write_json
 from llmtrain.storage.errors import BadData, CannotCreate, ConfigMismatch, write_error
 from llmtrain.storage.journal import JsonLines

@@ -13,7 +13,7 @@ from llmtrain.storage.disk import require_room
 from llmtrain.storage.errors import LlmtrainError, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
-from llmtrain.training import checkpoint, fit, start
+from llmtrain.training import checkpoint, devices, fit, start
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Unit
 from llmtrain.training.health import Health
@@ -41,7 +41,7 @@ def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = Non
     start.check_run_dir(config.run.run_dir, resume)
     if config.run.deterministic:
         make_deterministic()
-    with world_of(config.run, start.pick_device) as (world, device):
+    with world_of(config.run, devices.pick_device) as (world, device):
         _train(config, resume, supervisor or Supervisor(), world, device)
 
 
@@ -50,13 +50,13 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     run_dir = config.run.run_dir
     config, order, validation = world.first_goes_first(lambda: start.open_corpus(config))
     settings, data = config.run, config.data
-    start.check_precision(settings.precision, data.seq_len, device)
-    attention = start.pick_attention(
+    devices.check_precision(settings.precision, data.seq_len, device)
+    attention = devices.pick_attention(
         settings.attention, settings.precision, config.model, data.seq_len, device, data.document_mask
     )
     room, auto = fit.room(device), settings.batch_size == "auto"
     config = start.settle_batch_size(config, attention, device, room, resume, world.size)
-    name = start.device_name(device)
+    name = devices.device_name(device)
     plan = make_plan(config, order, device, name, attention, room, world.size)
     start.check_memory(config, plan, device)
     made = start.make_folder(run_dir)
@@ -132,7 +132,7 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
         require_room(run.config.run.run_dir / "checkpoints", needed, "a checkpoint")
     log.journal.rewrite(lambda line: _counts(line, at))
     checkpoints = len(checkpoint.list_steps(run.config.run.run_dir))
-    for line in describe(run.config, plan, run.order, start.device_name(run.device), checkpoints):
+    for line in describe(run.config, plan, run.order, devices.device_name(run.device), checkpoints):
         log.line(line)
     tokens = samples * run.config.data.seq_len
     environment = start.environment(run.device, run.attention.label())

@@ -29,7 +29,8 @@ from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.tables import data_path, table, write_table
 from llmtrain.corpus import packing
 from llmtrain.corpus.order import SampleOrder, Source
-from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, TokenFile, docs_path, manifest_path, write_manifest
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, write_manifest
 
 VOCAB = 16384
 BATCH_TOKENS = 16384
@@ -131,9 +132,10 @@ def child_scale(path: str, packing: str, seq_len: int, batches: int) -> dict:
 
     from llmtrain.model.config import ModelConfig
     from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+    from llmtrain.training.devices import pick_attention
     from llmtrain.training.plan import describe as plan_lines
     from llmtrain.training.plan import make_plan
-    from llmtrain.training.start import open_corpus, pick_attention
+    from llmtrain.training.start import open_corpus
 
     before = memory_mib()
     began = time.perf_counter()

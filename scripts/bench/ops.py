@@ -23,7 +23,7 @@ from llmtrain.benchmark.op import Case
 from llmtrain.benchmark.ops import measure_op
 from llmtrain.benchmark.peers import COMPILED
 from llmtrain.storage.atomic import write_json
-from llmtrain.training.start import pick_device
+from llmtrain.training.devices import pick_device
 
 ROOT = Path(__file__).parents[2]
 

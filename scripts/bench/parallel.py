@@ -49,11 +49,11 @@ from llmtrain.model.transformer import Transformer
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig, RunConfig
+from llmtrain.training.devices import pick_device
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import World, world_of
 from llmtrain.training.replay import bit_hash
-from llmtrain.training.start import pick_device
 
 MODEL_102M = ModelConfig(
     vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024

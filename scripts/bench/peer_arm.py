@@ -35,7 +35,7 @@ from llmtrain.benchmark.timing import burst, steps_for  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
 from llmtrain.model.transformer import Transformer  # noqa: E402
 from llmtrain.training.config import OptimizerConfig  # noqa: E402
-from llmtrain.training.start import pick_device  # noqa: E402
+from llmtrain.training.devices import pick_device  # noqa: E402
 
 SEED = 0
 ROUNDING = 2.0**-9

@@ -28,8 +28,8 @@ from llmtrain.benchmark.tables import data_path, figure, table, write_table
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint
+from llmtrain.training.devices import pick_device
 from llmtrain.training.snapshot import Snapshot
-from llmtrain.training.start import pick_device
 
 BOUND_MS = 20.0
 """What a save may delay training by."""

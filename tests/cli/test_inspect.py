@@ -8,7 +8,8 @@ import torch
 
 from llmtrain.cli.main import run
 from llmtrain.corpus import tokenizer as tokenizers
-from llmtrain.corpus.token_file import TokenFile, docs_path, manifest_path
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import docs_path, manifest_path
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic

@@ -3,7 +3,8 @@ import shutil
 import pytest
 
 from llmtrain.corpus.packing import build
-from llmtrain.corpus.token_file import TokenFile, docs_path, manifest_path
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import docs_path, manifest_path
 from tests.cli.test_inspect import make_run, outcome
 from tests.corpus.files import some_documents, write_documents, write_ids
 from tests.corpus.test_token_file import flip

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.corpus.token_file import BLOCK_BYTES, BlockHashes, TokenFile, docs_path, write_manifest
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, write_manifest
 
 EOS = 0
 

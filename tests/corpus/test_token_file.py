@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from llmtrain.corpus import token_file
-from llmtrain.corpus.token_file import BlockHashes, TokenFile, docs_path, manifest_path
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, write_manifest
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, UsageError
 from tests.corpus.files import some_documents, write_documents, write_flat, write_ids
 
@@ -308,7 +309,7 @@ def test_100_gb_open_at_once(tmp_path, form):
                 file.truncate(8 * documents)
                 file.seek(-8, os.SEEK_END)
                 file.write(tokens.to_bytes(8, "little"))
-        token_file.write_manifest(
+        write_manifest(
             huge,
             tokens=tokens,
             documents=documents,
@@ -317,7 +318,7 @@ def test_100_gb_open_at_once(tmp_path, form):
             eos_id=1,
             tokenizer={"file": "tokenizer.json", "sha256": "0" * 64},
             engine={"name": "tokenizers", "version": "1"},
-            sha256=["0" * 64] * (-(-tokens * 2 // token_file.BLOCK_BYTES)),
+            sha256=["0" * 64] * (-(-tokens * 2 // BLOCK_BYTES)),
             inputs=[],
         )
     arguments = [sys.executable, "-c", OPEN_HUGE, small, huge, form]

@@ -21,7 +21,8 @@ from llmtrain.corpus import tokenize as work
 from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
 from llmtrain.corpus.documents import falls_within
 from llmtrain.corpus.engine import TOKENIZERS, open_engine
-from llmtrain.corpus.token_file import TokenFile, held_out_path
+from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import held_out_path
 from llmtrain.corpus.tokenize import tokenize
 from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
 from llmtrain.corpus.tokenizer_training import train_tokenizer

@@ -24,8 +24,8 @@ OPTIONS = [
 # Beats that come soon, so that silence is seen soon; and what one rank alone does.
 SOON = DWELL + """
 import os
-from llmtrain.training import parallel
-parallel.BEAT = 0.1
+from llmtrain.training import watch
+watch.BEAT = 0.1
 rank = int(os.environ["RANK"])
 """
 
@@ -69,7 +69,7 @@ from llmtrain.kernels.cross_entropy import IGNORED
 from llmtrain.model.config import ModelConfig
 from llmtrain.training.config import OptimizerConfig, RunConfig
 from llmtrain.training.parallel import world_of
-from llmtrain.training.start import pick_device
+from llmtrain.training.devices import pick_device
 from llmtrain.training.step import TrainStep
 model = ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=12)
 step = TrainStep.build(model, OptimizerConfig(), batch_size=4, seq_len=12, precision="fp64")

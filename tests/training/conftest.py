@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.corpus.token_file import BlockHashes, write_manifest
+from llmtrain.corpus.token_manifest import BlockHashes, write_manifest
 from llmtrain.model.config import ModelConfig
 from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 

@@ -1,0 +1,72 @@
+"""What a run computes on: the device, and what of the options it can do."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from llmtrain.kernels.attention import Backend, training_backend
+from llmtrain.kernels.fp8 import MULTIPLE
+from llmtrain.kernels.mxfp8 import BLOCK
+from llmtrain.model.config import ModelConfig
+from llmtrain.storage.errors import UsageError
+from llmtrain.training.step import COMPUTE_DTYPES
+
+
+def pick_device(asked: str) -> torch.device:
+    """What "auto" is: CUDA where there is a card. Raises UsageError for CUDA where there is none."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is visible: see nvidia-smi and torch's build, or --device cpu")
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(asked)
+
+
+def check_precision(precision: str, seq_len: int, device: torch.device) -> None:
+    """Raises UsageError where --precision fp8 or mxfp8 cannot be had: on this device, or for samples of this length,
+    over whose tokens the gradients of weights are summed."""
+    if precision == "mxfp8" and seq_len % BLOCK:
+        raise UsageError(
+            f"--seq-len {seq_len} is no multiple of {BLOCK}, as --precision mxfp8 needs: change one of the two"
+        )
+    if precision != "fp8":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise UsageError(
+            f"--precision fp8: {device_name(device)} has no 8-bit matmuls: NVIDIA's from compute capability 8.9 "
+            "on have (RTX 40 and 50, L4, L40, H100, H200, B200): give --precision bf16"
+        )
+    if seq_len % MULTIPLE:
+        raise UsageError(
+            f"--seq-len {seq_len} is no multiple of {MULTIPLE}, as --precision fp8 needs: change one of the two"
+        )
+
+
+def pick_attention(
+    asked: str, precision: str, model: ModelConfig, seq_len: int, device: torch.device, masked: bool = False
+) -> Backend:
+    """The backend of --attention. Raises UsageError where the one asked for cannot do the shape on the device."""
+    shape = asked, COMPUTE_DTYPES[precision], model.head_dim, seq_len, device, masked
+    hiding = [window is not None and window < seq_len for window in model.windows]
+    try:
+        without = None if all(hiding) else training_backend(*shape)
+        within = training_backend(*shape, windowed=True) if any(hiding) else None
+    except ValueError as error:
+        raise UsageError(f"--attention {asked}: it {error}: name another, or leave it at auto") from None
+    if within is None:
+        assert without is not None
+        return without
+    if without is None:
+        return Backend(within.name, within.why, within.name)
+    return Backend(without.name, f"{without.why}; within windows {within.name}: {within.why}", within.name)
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,232 @@
+"""Which rank of a run is dead, stuck or slow: a thread of each writes a beat into the launcher's key-value store every
+second, looks for its neighbour's, and ends the process where the run cannot go on."""
+
+import faulthandler
+import json
+import os
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.storage.errors import Diverged, LlmtrainError, RankLost, StopRequested, write_error
+from llmtrain.training.config import RunConfig, under_torchrun
+from llmtrain.training.lifecycle import write_status
+from llmtrain.training.notify import LONG
+
+BEAT = 1.0
+"""Seconds between two signs of life of a rank."""
+LAST = 30.0
+"""Seconds that rank 0 waits in the end for the others to end."""
+SLOW, SLOW_MS = 1.2, 2.0
+"""A rank that computes so many times as long as the median one, and so many ms longer, holds up all of them."""
+
+
+class Watch(threading.Thread):
+    """Writes this rank's beats and reads the others'. Ends the process where the run cannot go on: what waits for a
+    rank that is gone waits for ever."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, run: RunConfig, device: torch.device) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self.rank, self.size, self.store = rank, size, store
+        self.run_dir, self.device = run.run_dir, device
+        self.patience = self.silence = float(run.rank_timeout)
+        self.step = 0
+        self.path = run.run_dir / "ranks" / f"rank-{rank:05d}.log"
+        self._log: TextIO | None = None
+        self._over = threading.Event()
+        self._due = time.monotonic() + LONG
+        self._last = time.monotonic()
+        self._beats = 0
+        self._sums = 0  # that this rank has reached: its device, on a card
+        self._events: deque[tuple[torch.cuda.Event | None, torch.cuda.Event]] = deque()
+        self._after: torch.cuda.Event | None = None
+        self._since: float | None = None
+        self._own: deque[float] = deque(maxlen=16)
+        self._said_slow = -1
+        self._slow: tuple[int, int] = (-1, 0)
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "log": str(self.path.absolute())}
+        store.set(f"who/{rank}", json.dumps(who))
+
+    # The main thread's part.
+
+    def open_log(self) -> None:
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self._log = self.path.open("a", buffering=1)
+            self._log.write(f"{time.strftime('%F %T')} process {os.getpid()} on {socket.gethostname()}\n")
+        except OSError as error:
+            raise write_error(error, self.path) from error
+
+    def alive(self, within: float | None) -> None:
+        self._last = time.monotonic()
+        self._due = self._last + max(within or 0.0, self.patience)
+
+    def before_sum(self, on_card: bool) -> None:
+        if on_card:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((self._after, event))
+        else:
+            self._sums += 1
+            if self._since is not None:
+                self._own.append(1e3 * (time.perf_counter() - self._since))
+
+    def after_sum(self, on_card: bool) -> None:
+        if on_card:
+            self._after = torch.cuda.Event(enable_timing=True)
+            self._after.record()
+        else:
+            self._since = time.perf_counter()
+
+    def leave(self, error: BaseException | None) -> None:
+        self._over.set()
+        with suppress(RuntimeError):
+            if error is None or isinstance(error, StopRequested):
+                self.store.set(f"gone/{self.rank}", "")
+                if self.rank == 0:  # whose process may be the one that holds the store
+                    self.store.wait([f"gone/{i}" for i in range(self.size)], timedelta(seconds=LAST))
+            elif not isinstance(error, RankLost):
+                text = str(error) if isinstance(error, LlmtrainError) else f"{type(error).__name__}: {error}"
+                self._say_failed(f"{self._named(self.rank)} has failed: {text}", error)
+            else:
+                self._say_failed(str(error), error)
+            if self._log is not None and error is not None:
+                self._log.write(f"{type(error).__name__}: {error}\n")
+        self.join(2 * BEAT)
+
+    def find_lost(self, reason: str) -> str:
+        """Which rank it is that a sum has failed for: one that says so, or one whose beats have ended."""
+        before = self._read_beats()
+        end = time.monotonic() + 4 * BEAT
+        while time.monotonic() < end:
+            with suppress(RuntimeError):
+                if self.store.check(["failed"]):
+                    return str(json.loads(self.store.get("failed"))["text"])
+            time.sleep(BEAT / 10)
+        after = self._read_beats()
+        dead = [rank for rank in range(self.size) if before.get(rank) == after.get(rank)]
+        if not after or not dead:
+            return f"the sum over the ranks failed in step {self.step + 1}: {reason}: see the logs of the other ranks"
+        return f"{self._named(dead[0])} has died in step {self.step + 1}"
+
+    # The thread's part.
+
+    def run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins on card 0
+        left = (self.rank - 1) % self.size
+        seen, since, store_lost = "", time.monotonic(), 0.0
+        while not self._over.wait(BEAT):
+            now = time.monotonic()
+            try:
+                self._beat()
+                if self.store.check(["failed"]):
+                    said = json.loads(self.store.get("failed"))
+                    return self._end(said["text"], said["code"], told=False)
+                if now > self._due:
+                    return self._fail(self._stuck(now - self._last))
+                beat = self._read(f"beat/{left}")
+                if beat != seen:
+                    seen, since = beat, now
+                elif beat and now - since > self.silence and not self.store.check([f"gone/{left}"]):
+                    text = f"has given no sign of life for {now - since:.0f} s, it is dead or frozen"
+                    return self._fail(f"{self._named(left)} {text}, at step {json.loads(beat)['step']}")
+                store_lost = 0.0
+            except RuntimeError as error:
+                if self._over.is_set():
+                    return
+                store_lost = store_lost or now
+                if now - store_lost > 5 * BEAT:
+                    reason = str(error).splitlines()[0]
+                    text = f"the store of the ranks is gone, and with it the launcher or rank 0: {reason}"
+                    return self._end(text, RankLost.exit_code)
+
+    def _beat(self) -> None:
+        while self._events and self._events[0][1].query():
+            before, event = self._events.popleft()
+            self._sums += 1
+            if before is not None:
+                self._own.append(before.elapsed_time(event))
+        own = statistics.median(self._own) if self._own else None
+        self._beats += 1
+        beat = {"n": self._beats, "sums": self._sums, "step": self.step, "ms": own}
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _read(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _read_beats(self) -> dict[int, dict[str, Any]]:
+        with suppress(RuntimeError):
+            texts = {rank: self._read(f"beat/{rank}") for rank in range(self.size)}
+            return {rank: json.loads(text) for rank, text in texts.items() if text}
+        return {}
+
+    def _named(self, rank: int) -> str:
+        with suppress(RuntimeError, ValueError):
+            if who := self._read(f"who/{rank}"):
+                who = json.loads(who)
+                return f"rank {rank} on {who['host']} (process {who['pid']}, log {who['log']})"
+        return f"rank {rank}"
+
+    def _stuck(self, seconds: float) -> str:
+        """The line for a run that does not go on, though this rank's thread does: who is behind the others?"""
+        beats = self._read_beats()
+        reached = {rank: beat["sums"] for rank, beat in beats.items()}
+        behind = [rank for rank, sums in reached.items() if sums == min(reached.values())]
+        where = f"for {seconds:.0f} s, in step {self.step + 1}"
+        if len(behind) == len(reached):
+            return f"no rank has gone on {where}: all have reached the same sum, so see to the network between them"
+        more = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
+        return f"{self._named(behind[0])}{more} has not gone on {where}, and the others wait for it"
+
+    def pace(self) -> tuple[dict[str, float], str]:
+        ms = {rank: beat["ms"] for rank, beat in self._read_beats().items() if beat["ms"] is not None}
+        if len(ms) < self.size:
+            return {}, ""
+        median = statistics.median_low(ms.values())
+        slowest = max(ms, key=lambda rank: ms[rank])
+        figures = {"rank_ms": median, "slowest_rank_ms": ms[slowest], "slowest_rank": slowest}
+        if ms[slowest] < SLOW * median + SLOW_MS:
+            self._slow = (-1, 0)
+            return figures, ""
+        # Twice in a row: once may be a page of the disk.
+        self._slow = (slowest, self._slow[1] + 1 if self._slow[0] == slowest else 1)
+        if self._slow[1] < 2 or self._said_slow == slowest:
+            return figures, ""
+        self._said_slow = slowest
+        text = f"{self._named(slowest)} is slow: {ms[slowest]:.1f} ms a step until it waits for the others, "
+        return figures, text + f"{median:.1f} ms is the median: all go at its pace"
+
+    def _say_failed(self, text: str, error: BaseException | None = None) -> None:
+        code = error.exit_code if isinstance(error, LlmtrainError) else RankLost.exit_code
+        self.store.compare_set("failed", "", json.dumps({"text": text, "code": code}))
+
+    def _fail(self, text: str) -> None:
+        self._say_failed(text)
+        said = json.loads(self.store.get("failed"))
+        self._end(said["text"], said["code"], told=True)
+
+    def _end(self, text: str, code: int, told: bool = True) -> None:
+        """Ends the process, whose main thread waits for what does not come."""
+        line = f"llmtrain: error: {' '.join(text.split())}: the run ends, --resume goes on\n"
+        with suppress(OSError):
+            if self._log is not None:
+                self._log.write(line)
+                faulthandler.dump_traceback(self._log)
+        if told or self.rank == 0:
+            with suppress(OSError):
+                os.write(2, line.encode())
+            with suppress(LlmtrainError, OSError, ValueError, KeyError):
+                # Of several that end, the first knows why; the store may have gone with it.
+                if json.loads((self.run_dir / "status.json").read_text())["state"] == "running":
+                    write_status(self.run_dir, "failed", text, self.step, code)
+        agreed = code == Diverged.exit_code and under_torchrun()
+        os._exit(0 if agreed else RankLost.exit_code)
