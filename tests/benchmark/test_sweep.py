@@ -27,7 +27,7 @@ MEASURED = {
 
 CONFIG = """
 [timing]
-seconds = 0.02
+seconds = 0.1
 bursts = 2
 warmup = 1
 precision = "fp32"
@@ -57,6 +57,7 @@ name = "small"
 batch_size = 2
 seq_len = 8
 accumulate = 2
+model = { d_model = 256, n_heads = 8, n_kv_heads = 4, head_dim = 32, d_ff = 512 }
 """
 
 
