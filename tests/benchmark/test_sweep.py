@@ -92,7 +92,8 @@ def test_a_sweep_writes_its_table_and_goes_on_after_a_row_that_does_not_fit(tmp_
     assert small["tok_per_s"] == pytest.approx(32 / small["step_ms"] * 1e3)
     assert small["tflops"] == pytest.approx(small["tok_per_s"] * small["flops_per_token"] / 1e12)
     assert small["mfu"] is None and small["last_loss"] < small["first_loss"]
-    assert small["parameters"] == small["active_parameters"] == 64 * 16 + 16 * 32 + 16 * 16 + 3 * 16 * 32 + 3 * 16
+    block = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512
+    assert small["parameters"] == small["active_parameters"] == 64 * 256 + block + 3 * 256
     text = output.read_text()
     assert "out of memory" in text and f"{small['tok_per_s']:,.0f}" in text
 

@@ -26,8 +26,9 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 @pytest.mark.parametrize(("phase", "number"), list(zip(PHASES, SIGNALS * 2, strict=True)))
 def test_a_signal_in_any_phase_saves_and_ends_with_75_and_no_bit_is_lost(phase, number, here, forks, undisturbed):
-    run_dir, (dwells, saved) = here / phase, PHASES[phase]
-    process = forks.start(here, phase, *OPTIONS, "--run-dir", phase, before=DWELL + dwells)
+    name = f"signal {phase}"  # the folder is shared with other tests
+    run_dir, (dwells, saved) = here / name, PHASES[phase]
+    process = forks.start(here, name, *OPTIONS, "--run-dir", name, before=DWELL + dwells)
     process.says("HERE")
     if phase == "waiting for data":
         process.says(" step 5/8 ")  # what was made before
@@ -40,7 +41,7 @@ def test_a_signal_in_any_phase_saves_and_ends_with_75_and_no_bit_is_lost(phase, 
     assert process.err.count("\n") == 1 and f"stopped by {number.name} at step {newest}" in process.err
     status = json.loads((run_dir / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", newest, 75)
-    assert forks.start(here, phase, *OPTIONS, "--run-dir", phase).end() == 0
+    assert forks.start(here, name, *OPTIONS, "--run-dir", name).end() == 0
     assert result(run_dir) == undisturbed
 
 
