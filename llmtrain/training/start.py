@@ -24,9 +24,8 @@ from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, LlmtrainError, UsageError, write_error
 from llmtrain.storage.manifest import sha256_file
-from llmtrain.training import checkpoint, fit, origin
+from llmtrain.training import checkpoint, devices, fit, origin
 from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
-from llmtrain.training.devices import device_name
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
@@ -94,7 +93,7 @@ def environment(device: torch.device, attention: str) -> dict[str, Any]:
         "llmtrain": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": device_name(device),
+        "device": devices.device_name(device),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "attention": attention,
@@ -149,7 +148,7 @@ def settle_batch_size(
     stay the same, unless that one is predicted not to fit any more."""
     if config.run.batch_size != "auto":
         return config
-    before = _size_before(config.run.run_dir, device_name(device)) if resume else None
+    before = _size_before(config.run.run_dir, devices.device_name(device)) if resume else None
     chosen = fit.auto_size(config, attention.name, device, room, ranks)
     if before is not None and before <= fit.fitting(config, attention.name, device, room, before):
         chosen = before

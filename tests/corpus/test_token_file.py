@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.corpus import token_file
+from llmtrain.corpus import token_file, token_manifest
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, write_manifest
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, UsageError
@@ -24,7 +24,7 @@ def edit_manifest(path: Path, **fields) -> None:
     """Changes the manifest as somebody would who knows how its hash is made."""
     manifest = json.loads(manifest_path(path).read_text()) | fields
     manifest = {name: value for name, value in manifest.items() if value is not ...}
-    manifest["manifest_sha256"] = token_file._manifest_hash(manifest)
+    manifest["manifest_sha256"] = token_manifest._manifest_hash(manifest)
     manifest_path(path).write_text(json.dumps(manifest))
 
 
@@ -222,7 +222,8 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_block_hashes_do_not_depend_on_how_the_bytes_come(monkeypatch):
-    monkeypatch.setattr(token_file, "BLOCK_BYTES", 1000)
+    for module in (token_file, token_manifest):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
     data = np.random.default_rng(0).integers(0, 256, 4500).astype(np.uint8).tobytes()
     expected = None
     for size in (1, 7, 999, 1000, 1001, 4500):
@@ -235,7 +236,8 @@ def test_block_hashes_do_not_depend_on_how_the_bytes_come(monkeypatch):
 
 
 def test_verify_finds_a_sound_file_sound_and_names_every_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_file, "BLOCK_BYTES", 1024)
+    for module in (token_file, token_manifest):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
     path = write_documents(tmp_path / "a.u16", some_documents(100))
     size = path.stat().st_size
     assert sum(TokenFile.open(path).verify()) == size and size > 4 * 1024

@@ -100,7 +100,7 @@ def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(
         data = replace(of_run.data, document_mask=True, packing=packing, val_tokens=(str(corpus),))
         return replace(of_run, data=data)
 
-    monkeypatch.setattr(run.start, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
+    monkeypatch.setattr(run.devices, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
     run.train(settings("whole"), resume=False)
     out = capsys.readouterr().out
     assert ("windows of whole documents" in out) == (packing == "documents") and "; within documents, " in out
@@ -143,7 +143,7 @@ def test_a_routed_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monke
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_a_run_in_eight_bits_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monkeypatch, moe):
-    monkeypatch.setattr(run.start, "check_precision", lambda *_: None)  # tests emulate what a CPU has not
+    monkeypatch.setattr(run.devices, "check_precision", lambda *_: None)  # tests emulate what a CPU has not
 
     def settings(name: str) -> TrainConfig:
         of_run = config(corpus, tmp_path / name, run={"precision": "fp8", "deterministic": True, "verify_every": 3})
@@ -302,7 +302,7 @@ def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus, undisturbed, tmp_p
 
 
 def test_blocks_that_run_again_change_no_bit_and_raise_hfu_alone(corpus, undisturbed, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.start, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
+    monkeypatch.setattr(run.devices, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
     settings = config(corpus, tmp_path / "run", run={"checkpoint_activations": "full"})
     run.train(settings, resume=False)
     assert figures(tmp_path / "run") == figures(undisturbed)
@@ -482,7 +482,7 @@ def test_auto_on_another_device_or_with_less_memory_chooses_anew_and_it_is_the_s
         [("one", plenty, 6), ("one", fit.Room(1 << 29, 1 << 29), 1), ("other", plenty, 6)], 1
     ):
         monkeypatch.setattr(fit, "room", lambda device, room=room: room)
-        monkeypatch.setattr(run.start, "device_name", lambda device, name=name: name)
+        monkeypatch.setattr(run.devices, "device_name", lambda device, name=name: name)
         with monkeypatch.context() as patched, pytest.raises(StopRequested):
             stop_at(patched, 1)
             run.train(asked, resume=True)
