@@ -170,7 +170,10 @@ def kill_again_and_again(folder: Path, kills: int, seed: int, engines: tuple[str
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # not begun, or published while we look
+        return 0
 
 
 def main() -> None:
