@@ -151,6 +151,8 @@ def main() -> None:
     if options.arm:
         run_arm(options.arm, options.text, options.tokenizer, options.share)
         return
+    data = options.output.parent / "data" / "tokenize.json"
+    data.parent.mkdir(parents=True, exist_ok=True)  # before minutes of work are for nothing
     cores = sorted(os.sched_getaffinity(0))
     arms = ARMS if len(cores) > 1 else ARMS[:-1]
     rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
