@@ -1,0 +1,47 @@
+"""Each page of docs/ that a script makes from its JSON is what the script makes of it."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from llmtrain.benchmark.peers_table import peers_markdown
+from llmtrain.benchmark.tables import sweep_markdown
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+SCRIPTS = {
+    "batches": "batches", "save-delay": "save_delay", "scaling": "parallel", "step-checks": "check_step",
+    "train-rate": "train_rate", "vocabularies": "vocabularies",
+}  # fmt: skip
+"""Page -> script in scripts/bench whose `markdown` makes it."""
+
+
+def data(name: str) -> dict:
+    path = DOCS / f"data/{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def script(path: str) -> dict:
+    return runpy.run_path(str(ROOT / "scripts" / path))
+
+
+PAGES = {
+    "attention": lambda: script("bench/attention_backends.py")["page"](data("attention-backends") or {"groups": {}}),
+    "baseline": lambda: sweep_markdown(data("baseline"), "data/baseline.json"),
+    "head": lambda: script("bench/head_arms.py")["page"](data("head-arms") or None),
+    "ops": lambda: script("docs_ops.py")["page"](DOCS / "data"),
+    "peers": lambda: peers_markdown(data("peers"), "data/peers.json"),
+    "tokenize": lambda: script("bench/tokenize_speed.py")["table"](data("tokenize")),
+    **{
+        page: lambda page=page, name=name: script(f"bench/{name}.py")["markdown"](data(page), f"data/{page}.json")
+        for page, name in SCRIPTS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_what_its_script_makes_of_its_json(page):
+    assert (DOCS / f"{page}.md").read_text() == PAGES[page](), f"make docs/{page}.md anew"
