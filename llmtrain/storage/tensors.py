@@ -99,12 +99,15 @@ def read_header(path: PathLike) -> tuple[dict[str, TensorIndex], dict[str, str]]
         return index, metadata
 
 
-def read_into(path: PathLike, buffers: Mapping[str, memoryview | bytearray]) -> str:
+def read_into(
+    path: PathLike, buffers: Mapping[str, memoryview | bytearray], begins: Mapping[str, int] | None = None
+) -> str:
     """Reads the tensors named in `buffers` straight into these (writable, C-contiguous, of the tensor's size in
     bytes; compare dtype and shape by `read_index` before) and gives the sha256 of the whole file, whose other parts
-    are read too.
+    are read too. Of a tensor that `begins` names, its bytes from there on, as many as the buffer takes.
 
     Raises InputMissing, StorageFailure, and BadData where the header lies, a tensor is missing or of another size."""
+    begins = begins or {}
     with _open(path) as file:
         start, index, _ = _header(file, path)
         views = {name: _bytes_of(name, buffer) for name, buffer in buffers.items()}
@@ -112,7 +115,7 @@ def read_into(path: PathLike, buffers: Mapping[str, memoryview | bytearray]) -> 
             if name not in index:
                 raise BadData(f"{path}: holds no tensor {name}: use the file that belongs here")
             _, shape, begin, end = index[name]
-            if view.nbytes != end - begin:
+            if view.nbytes > end - begin - begins[name] if name in begins else view.nbytes != end - begin:
                 raise BadData(
                     f"{path}: tensor {name} has {end - begin} bytes, shape {shape}, where {view.nbytes} are "
                     "needed: use the file that belongs here"
@@ -121,15 +124,18 @@ def read_into(path: PathLike, buffers: Mapping[str, memoryview | bytearray]) -> 
         with _hash_beside() as (digest, pending):
             pending.put(memoryview(start))
             for name, (_, _, begin, end) in index.items():
-                for at in range(0, end - begin, _CHUNK):
-                    size = min(_CHUNK, end - begin - at)
-                    if name in views:
-                        chunk = views[name][at : at + size]
-                    else:
-                        pending.join()  # `spare` must be hashed before it is filled again
-                        chunk = spare[:size]
-                    _fill(file, chunk, path)
-                    pending.put(chunk)
+                view = views.get(name, memoryview(b""))
+                before = begins.get(name, 0)
+                for wanted, length in ((None, before), (view, len(view)), (None, end - begin - before - len(view))):
+                    for at in range(0, length, _CHUNK):
+                        size = min(_CHUNK, length - at)
+                        if wanted is not None:
+                            chunk = wanted[at : at + size]
+                        else:
+                            pending.join()  # `spare` must be hashed before it is filled again
+                            chunk = spare[:size]
+                        _fill(file, chunk, path)
+                        pending.put(chunk)
         return digest.hexdigest()
 
 

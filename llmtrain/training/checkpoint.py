@@ -6,9 +6,9 @@
                                   state.json             position, counts, configuration, versions
                                   MANIFEST.json          size and sha256 of each file, pieces of each tensor; sealed
 
-A save writes into `step-N.partial` and renames it; the manifest is written last. A reader trusts only what verifies:
-a damaged newest checkpoint is set aside as `*.corrupt` and the one before it is used. Nothing else in the folder is
-looked at.
+Ranks that hold parts of the model write `model-00002-of-00004.safetensors` and the like, see `pieces`. A save writes
+into `step-N.partial` and renames it; the manifest is written last. A reader trusts only what verifies: a damaged newest
+checkpoint is set aside as `*.corrupt` and the one before it is used. Nothing else in the folder is looked at.
 """
 
 import math
@@ -16,8 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.transformer import Transformer
-from llmtrain.storage import atomic, tensors
+from llmtrain.storage import atomic
 from llmtrain.storage.disk import require_room
 from llmtrain.storage.errors import (
     BadData,
@@ -39,17 +38,20 @@ from llmtrain.storage.errors import (
     write_error,
 )
 from llmtrain.storage.manifest import read_json, read_sealed, seal, sha256_file
+from llmtrain.training import pieces
 from llmtrain.training.flat import FlatParameters, Stretch
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.pieces import EMA, MODEL, OPTIMIZER
 from llmtrain.training.snapshot import Snapshot
 from llmtrain.training.step import COMPUTE_DTYPES
+from llmtrain.training.together import Together
+
+__all__ = ["EMA", "MANIFEST", "MODEL", "OPTIMIZER", "STATE"]
 
 Weights = Literal["last", "ema"]
 FORMAT = 1
-MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
-EMA = "ema.safetensors"
+STATE, MANIFEST = "state.json", "MANIFEST.json"
 STEP_NAME = re.compile(r"step-(\d{8,})")
-DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64"}
 BESIDE_TENSORS = 1 << 20
 """Bytes that are asked for beyond those of the tensors: headers, state.json, the manifest."""
 
@@ -74,20 +76,6 @@ def _entries_of(folder: Path) -> list[Path]:
         raise read_error(error, folder) from error
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def _by_file(flat: FlatParameters, large: Mapping[str, Stretch]) -> dict[str, dict[str, Tensor]]:
-    """File -> name in it -> part of one of the buffers, which are on the CPU; nothing is copied."""
-    files: dict[str, dict[str, Tensor]] = {}
-    for kind, stretch in large.items():
-        file, prefix = {"weight": (MODEL, ""), "ema": (EMA, "")}.get(kind, (OPTIMIZER, f"{kind}."))
-        files.setdefault(file, {}).update({prefix + name: view for name, view in flat.views(stretch).items()})
-    return files
-
-
 def not_finite(large: Mapping[str, Stretch]) -> str | None:
     """The name of the first buffer that holds a NaN or an infinity."""
     # A norm makes no copy as isfinite would, and keeps NaN.
@@ -95,65 +83,76 @@ def not_finite(large: Mapping[str, Stretch]) -> str | None:
     return next((name for name, norm in norms if not math.isfinite(norm)), None)
 
 
-def save(run_dir: Path, step: int, snapshot: Snapshot, state: dict[str, Any]) -> Path:
+def save(
+    run_dir: Path, step: int, snapshot: Snapshot, state: dict[str, Any], together: Together | None = None
+) -> Path:
     """Writes the checkpoint of `step`, of which `snapshot` has taken a copy, and returns its folder.
 
-    `state` is what state.json holds beside the optimizer's counts. Raises Diverged where a weight or moment is not
-    finite, CannotCreate and StorageFailure; the checkpoints that were there stay as they are.
+    `state` is what state.json holds beside the optimizer's counts. together: the ranks that write it, each what it has;
+    all return when it is there. Raises, on all, Diverged where a weight or moment is not finite, CannotCreate and
+    StorageFailure; the checkpoints that were there stay as they are.
     """
+    together = together or Together()
     snapshot.wait()
-    if name := not_finite(snapshot.large):
-        before = next((f"; the checkpoint of step {s} is from before" for s in list_steps(run_dir) if s < step), "")
-        raise Diverged(
-            f"after step {step} a {name} is not finite: lower --learning-rate or raise --warmup-steps and start in "
-            f"another --run-dir{before}"
-        )
-    entries = {
-        file: {
-            name: tensors.TensorEntry(DTYPE_NAMES[view.dtype], tuple(view.shape), _bytes(view))
-            for name, view in views.items()
-        }
-        for file, views in _by_file(snapshot.flat, snapshot.large).items()
-    }
     final = folder_of(run_dir, step)
     work = final.with_name(final.name + ".partial")
-    with suppress(LlmtrainError):  # of an earlier save whose disk took no removal either
-        clear_leftovers(run_dir)
+
+    def check() -> int:
+        if name := not_finite(snapshot.large):
+            before = next((f"; the checkpoint of step {s} is from before" for s in list_steps(run_dir) if s < step), "")
+            raise Diverged(
+                f"after step {step} a {name} is not finite: lower --learning-rate or raise --warmup-steps and start in "
+                f"another --run-dir{before}"
+            )
+        return pieces.bytes_of(snapshot.flat, snapshot.large)
+
+    def write() -> dict[str, Any]:
+        with _writing(work):
+            return pieces.write(work, snapshot.flat, snapshot.large, together.index, together.count, step)
+
+    needed = together.each(check)
+    together.by_first(lambda: _make_folder(run_dir, work, sum(needed)))
     try:
-        final.parent.mkdir(exist_ok=True)
-        atomic.remove_tree(work)
-        needed = sum(memoryview(entry.data).nbytes for of_file in entries.values() for entry in of_file.values())
-        require_room(final.parent, needed + BESIDE_TENSORS, "a checkpoint")
-        work.mkdir()
-    except OSError as error:
-        raise write_error(error, work) from error
-    try:
-        files: dict[str, dict[str, Any]] = {}
-        pieces: dict[str, dict[str, Any]] = {}
-        metadata = {"format": "pt", "step": str(step)}
-        # Side by side: sha256 is slower than the disk, and one file's hash is one core's work.
-        with ThreadPoolExecutor(len(entries)) as pool:
-            written = pool.map(lambda file: tensors.write(work / file, entries[file], metadata), entries)
-            sizes = dict(zip(entries, written, strict=True))
-        for file, of_file in entries.items():
-            files[file] = {"bytes": sizes[file][0], "sha256": sizes[file][1]}
-            pieces[file.removesuffix(".safetensors")] = {
-                name: [{"file": file, "offsets": [0] * len(entry.shape), "shape": list(entry.shape)}]
-                for name, entry in of_file.items()
-            }
-        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state, "optimizer": snapshot.counts()})
-        files[STATE] = {"bytes": (work / STATE).stat().st_size, "sha256": sha256_file(work / STATE)}
-        manifest = {"format": FORMAT, "step": step, "files": files, "tensors": pieces}
-        atomic.write_json(work / MANIFEST, seal(manifest))
-        atomic.remove_tree(final)  # a damaged one of this step, or it would have been resumed from
-        atomic.publish_folder(work, final)
-    except BaseException as error:
-        with suppress(LlmtrainError):  # the first failure is the one to tell; what stays is cleared by the next save
-            atomic.remove_tree(work)
-        if isinstance(error, OSError):
-            raise write_error(error, work) from error
+        written = together.each(write)
+        together.by_first(lambda: _publish(work, final, step, written, {**state, "optimizer": snapshot.counts()}))
+    except BaseException:
+        if together.first:  # all have said by now how it went
+            with suppress(LlmtrainError):  # the first failure is the one to tell; what stays is cleared by the next
+                atomic.remove_tree(work)
         raise
     return final
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """In the block, what the system refuses becomes ours."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(error, path) from error
+
+
+def _make_folder(run_dir: Path, work: Path, needed: int) -> None:
+    """The empty folder of a save in work, where there is room for so many bytes of tensors."""
+    with suppress(LlmtrainError):  # of an earlier save whose disk took no removal either
+        clear_leftovers(run_dir)
+    with _writing(work):
+        work.parent.mkdir(exist_ok=True)
+        atomic.remove_tree(work)
+        require_room(work.parent, needed + BESIDE_TENSORS, "a checkpoint")
+        work.mkdir()
+
+
+def _publish(work: Path, final: Path, step: int, written: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    """Writes state.json and the manifest of what all have written, and gives the folder its name."""
+    of_all = pieces.merged(written)
+    with _writing(work):
+        atomic.write_json(work / STATE, {"format": FORMAT, "step": step, **state})
+        of_state = {"bytes": (work / STATE).stat().st_size, "sha256": sha256_file(work / STATE)}
+        manifest = {"format": FORMAT, "step": step, "files": {**of_all["files"], STATE: of_state}}
+        atomic.write_json(work / MANIFEST, seal({**manifest, "tensors": of_all["tensors"]}))
+        atomic.remove_tree(final)  # a damaged one of this step, or it would have been resumed from
+        atomic.publish_folder(work, final)
 
 
 def clear_leftovers(run_dir: Path) -> None:
@@ -249,17 +248,6 @@ def verify(folder: Path) -> Iterator[tuple[str, int]]:
         yield name, entry["bytes"]
 
 
-def _load_flat(folder: Path, manifest: dict[str, Any], file: str, targets: dict[str, Tensor]) -> None:
-    """Reads the tensors of one file into CPU tensors, hashing on the way. Raises BadData."""
-    for name, (dtype, shape, _, _) in tensors.read_index(folder / file).items():
-        target = targets.get(name)
-        if target is None or (dtype, tuple(shape)) != (DTYPE_NAMES[target.dtype], tuple(target.shape)):
-            raise BadData(f"{folder / file}: tensor {name} {dtype} {tuple(shape)} is not this model's")
-    digest = tensors.read_into(folder / file, {name: _bytes(target) for name, target in targets.items()})
-    if digest != manifest["files"][file]["sha256"]:
-        raise BadData(f"{folder / file}: is damaged (its sha256 differs): use another checkpoint")
-
-
 def read_state(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint whose manifest holds. Raises BadData."""
     return _read_state(folder, read_manifest(folder))
@@ -283,9 +271,10 @@ def load(
     check: Callable[[dict[str, Any]], None] = lambda state: None,
     weights: Weights = "last",
 ) -> dict[str, Any]:
-    """Fills the masters (and the moments) from a checkpoint, rebuilds the narrow copies and returns state.json, which
-    `check` may refuse before anything is read. weights "ema": the masters are filled from the average, for a use
-    without the optimizer. An average that the optimizer keeps and the checkpoint lacks begins at the weights.
+    """Fills the masters (and the moments), or the rows of them that are here, from a checkpoint, rebuilds the narrow
+    copies and returns state.json, which `check` may refuse before anything is read. weights "ema": the masters are
+    filled from the average, for a use without the optimizer. An average that the optimizer keeps and the checkpoint
+    lacks begins at the weights.
 
     Raises BadData where anything does not verify; the buffers' contents are then undefined.
     """
@@ -293,15 +282,14 @@ def load(
     state = _read_state(folder, manifest)
     check(state)
     kind = "ema" if weights == "ema" else "weight"
-    if kind == "ema" and EMA not in manifest["files"]:
+    has_average = pieces.kind_of(EMA) in manifest["tensors"]
+    if kind == "ema" and not has_average:
         raise InputMissing(f"{folder}: holds no average of the weights: train with --ema-decay, or use --weights last")
     large = {kind: Stretch(0, flat.master)} if optimizer is None else dict(optimizer.large)
-    if EMA not in manifest["files"]:
+    if not has_average:
         large.pop("ema", None)
     staged = {kind: Stretch(one.begin, _on_host(one.buffer)) for kind, one in large.items()}
-    targets = _by_file(flat, staged)
-    with ThreadPoolExecutor(len(targets)) as pool:  # as in `save`
-        list(pool.map(lambda file: _load_flat(folder, manifest, file, targets[file]), targets))
+    pieces.read(folder, manifest, flat, staged)
     for kind, stretch in staged.items():
         large[kind].buffer.copy_(stretch.buffer)
     if optimizer is not None:
@@ -317,34 +305,46 @@ def restore_newest(
     flat: FlatParameters,
     optimizer: AdamW,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
+    together: Together | None = None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Loads the newest checkpoint that is sound: (its state, or None where there is none; what had to be said).
 
     Newer ones that are not are renamed to `*.corrupt`, so that they are neither counted nor met again. What `check`
     raises of the state of a sound one ends it: a checkpoint of another run is no damaged one of this. Raises BadData
     where there are several and none is sound, and leaves them in their place: that is more than a crash does.
+    together: ranks that load each its own part of one checkpoint, which is sound where all say so.
     """
+    together = together or Together()
     damaged: dict[Path, LlmtrainError] = {}
-    state = None
-    for step in list_steps(run_dir):
+    states: list[dict[str, Any]] = []
+
+    def attempt(folder: Path, step: int) -> None:
+        if (of := read_manifest(folder)["step"]) != step:
+            raise BadData(f"{folder}: is a copy of the checkpoint of step {of}")
+        state = load(folder, flat, optimizer, check)
+        if name := not_finite(optimizer.large):
+            raise BadData(f"{folder}: holds a {name} that is not finite")
+        states.append(state)
+
+    for step in together.by_first(lambda: list_steps(run_dir)):
         folder = folder_of(run_dir, step)
         try:
-            if (of := read_manifest(folder)["step"]) != step:
-                raise BadData(f"{folder}: is a copy of the checkpoint of step {of}")
-            state = load(folder, flat, optimizer, check)
-            if name := not_finite(optimizer.large):
-                raise BadData(f"{folder}: holds a {name} that is not finite")
+            together.each(lambda folder=folder, step=step: attempt(folder, step))  # type: ignore[misc]
             break
         except (BadData, StorageFailure) as error:  # what the disk does not give back is as lost as what it alters
-            damaged[folder], state = error, None
-    if state is None and len(damaged) > 1:
+            damaged[folder] = error
+            states.clear()
+    if not states and len(damaged) > 1:
         first = next(iter(damaged.values()))
         raise BadData(
             f"{first} (none of the {len(damaged)} checkpoints is sound): see to the disk, bring one back, or remove "
             f"{run_dir / 'checkpoints'} to begin anew"
         )
-    said = [f"{error}; set aside as {_set_aside(folder).name}" for folder, error in damaged.items()]
-    return state, said
+
+    def set_aside() -> list[str]:
+        return [f"{error}; set aside as {_set_aside(folder).name}" for folder, error in damaged.items()]
+
+    return (states[0] if states else None), together.by_first(set_aside)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -28,10 +28,18 @@ EIGHT_BIT = ("qkv.weight", "out.weight", "gate_up.weight", "down.weight")
 
 @dataclass
 class Span:
-    """Where a parameter lies in the flat buffers, in elements."""
+    """Where a parameter, or this rank's rows of it, lies in the flat buffers, in elements."""
 
     begin: int
     shape: torch.Size
+    row: int = 0
+    """The first of this rank's rows."""
+    rows: int = -1
+    """Of the whole parameter; as many as there are here by default."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            self.rows = self.shape[0]
 
     @property
     def end(self) -> int:
@@ -50,7 +58,8 @@ class FlatParameters:
     """Takes over the parameters of `model`, which may be on the meta device: afterwards they are on `device`, zero.
 
     `with_gradients` allocates their gradients too; the compute dtype decides whether narrow copies exist, `eight_bit`
-    whether the matrices that can also get eight-bit operands, `mx` those of MXFP8.
+    whether the matrices that can also get eight-bit operands, `mx` those of MXFP8. shard: which of how many parts of
+    the rows of each matrix are here; vectors are always whole.
     """
 
     def __init__(
@@ -62,16 +71,19 @@ class FlatParameters:
         with_gradients: bool = True,
         eight_bit: bool = False,
         mx: bool = False,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         def place(item: tuple[str, nn.Parameter]) -> int:
             name, parameter = item
             return 0 if is_hidden(name, parameter.shape) else 1 if parameter.dim() >= 2 else 2
 
         self.spans: dict[str, Span] = {}
+        self.saved_elsewhere: set[str] = set()
+        """Parameters that another rank of the run has too, and writes into checkpoints."""
         self.n_hidden = self.n_decayed = position = 0
         for name, parameter in sorted(model.named_parameters(), key=place):  # stable
-            self.spans[name] = Span(position, parameter.shape)
-            position += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            self.spans[name], taken = self._span(name, parameter.shape, position, shard)
+            position += -(-taken // ALIGNMENT) * ALIGNMENT
             if parameter.dim() >= 2:
                 self.n_decayed = position
             if is_hidden(name, parameter.shape):
@@ -86,14 +98,8 @@ class FlatParameters:
         self.parameters: dict[str, nn.Parameter] = {}
         for name in self.spans:
             owner, _, attribute = name.rpartition(".")
-            parameter = nn.Parameter(self.view(self.master, name), requires_grad=with_gradients)
-            setattr(modules[owner], attribute, parameter)
-            self.parameters[name] = parameter
-            if self.grad is not None:
-                parameter.grad = self.view(self.grad, name)
-                parameter.grad_stale = True  # type: ignore[attr-defined]
-            if self.narrow is not None:
-                parameter.operand_cache = self.view(self.narrow, name)  # type: ignore[attr-defined]
+            self.parameters[name] = self._parameter(name)
+            setattr(modules[owner], attribute, self.parameters[name])
         quantised = [name for name in self.spans if name.endswith(EIGHT_BIT) and takes(self.parameters[name])]
         self.scaling = Scaling(len(quantised), device) if eight_bit else None
         self.eight_bit: dict[str, Fp8Weight] = {}
@@ -114,6 +120,28 @@ class FlatParameters:
         c = model.config
         model.cos, model.sin = rotary_tables(c.max_seq_len, c.head_dim, c.rope_theta, device)
         model.compute_dtype = compute_dtype
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        """The parameter as a view of the buffers."""
+        parameter = nn.Parameter(self.view(self.master, name), requires_grad=self.grad is not None)
+        if self.grad is not None:
+            parameter.grad = self.view(self.grad, name)
+            parameter.grad_stale = True  # type: ignore[attr-defined]
+        if self.narrow is not None:
+            parameter.operand_cache = self.view(self.narrow, name)  # type: ignore[attr-defined]
+        return parameter
+
+    def _span(self, name: str, shape: torch.Size, begin: int, shard: tuple[int, int]) -> tuple[Span, int]:
+        """Where a parameter goes, and how many elements it takes: of a shard as many as of the largest one."""
+        index, count = shard
+        if count == 1 or len(shape) < 2:
+            if index > 0:
+                self.saved_elsewhere.add(name)
+            return Span(begin, shape), shape.numel()
+        rows = -(-shape[0] // count)  # as torch.chunk has it
+        first = min(index * rows, shape[0])
+        here = torch.Size((min(rows, shape[0] - first), *shape[1:]))
+        return Span(begin, here, first, shape[0]), rows * shape[1:].numel()
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The part of a flat buffer that belongs to a parameter, in its shape."""
@@ -151,6 +179,11 @@ class FlatParameters:
             self.scaling.quantise_weights(operands)
             for name, experts in self.eight_bit_experts.items():
                 experts.refresh(self.view(self.narrow, name))
+
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients (0-d FP64)."""
+        assert self.grad is not None
+        return torch.linalg.vector_norm(self.grad).double()
 
     def mark_gradients_stale(self) -> None:
         """The next gradient of each parameter overwrites what is there, instead of adding to it."""

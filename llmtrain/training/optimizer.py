@@ -95,9 +95,8 @@ class AdamW:
         mean gradient before clipping, and the number of targets.
         """
         c, flat = self.config, self.flat
-        assert flat.grad is not None
         n_targets = sums[2]
-        norm = torch.linalg.vector_norm(flat.grad).double() / n_targets
+        norm = flat.grad_norm() / n_targets
         means = sums[:2] / n_targets
         figures = torch.stack([means[0], means[1], norm, n_targets])
         apply = self._judge(figures)

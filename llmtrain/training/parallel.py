@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from llmtrain.storage.errors import RankLost, StopRequested, UsageError
 from llmtrain.training.config import RunConfig, world_size
 from llmtrain.training.lifecycle import StopFlag
 from llmtrain.training.notify import LEEWAY, LONG
+from llmtrain.training.together import Together
 from llmtrain.training.watch import Watch
 
 MEETING = 600.0
@@ -34,6 +36,25 @@ n behind it, so it can see what was said before that sum by any other."""
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Grid:
+    """How ranks share a model and the data: stages x copies x shards. Those of one stage have the same layers; a shard
+    is a part of these layers' weights; copies have the same. Data are shared among all ranks of a stage."""
+
+    stages: int = 1
+    copies: int = 1
+    shards: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Ranks that have the whole model together."""
+        return self.stages * self.shards
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Stage, copy and shard of a rank. Those that differ in their shard alone are neighbours."""
+        return rank // (self.copies * self.shards), rank // self.shards % self.copies, rank % self.shards
+
+
 class World:
     """The ranks of a run, seen from one of them. `World()` is a process alone.
 
@@ -42,6 +63,9 @@ class World:
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
+        self.grid = Grid(copies=size)
+        self.together = Together()
+        """All ranks, for what they do together or not at all."""
         self.stopped_by = ""
         """The signal that the agreed stop comes from, and which rank it went to."""
         self._stop_at: int | None = None
@@ -127,6 +151,23 @@ class World:
             return done
         self.from_first(lambda: True)
         return work()
+
+    def fill(self, work: Callable[[Together], T]) -> T:
+        """What `work` gives, which reads weights and moments: on rank 0 alone where all ranks have the same, so that
+        the others need not see its disk; on each, of its own part, where they have not."""
+        if self.grid.parts == 1:
+            return self.from_first(lambda: work(Together()))
+        return work(self.together)
+
+    def writers(self) -> Together | None:
+        """Those that write checkpoints, for a thread of its own; None where this rank has no part of its own."""
+        stage, copy, shard = self.grid.place(self.rank)
+        if copy > 0:
+            return None
+        if self.grid.parts == 1:
+            return Together()
+        store = self._another_client()
+        return Together(stage * self.grid.shards + shard, self.grid.parts, store, "save", self._lost)
 
     def least(self, number: int) -> int:
         """The smallest of the numbers that the ranks have."""
@@ -214,17 +255,15 @@ class World:
         """Meets the other ranks. Raises UsageError, RankLost."""
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink, for who asks for it
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = _attempt()
         patience = timedelta(seconds=LONG)
         try:
             meeting = timedelta(seconds=MEETING)
             store, _, _ = next(dist.rendezvous("env://", self.rank, self.size, timeout=meeting))
             store.set_timeout(patience)
             self._store = dist.PrefixStore(f"llmtrain/{attempt}", store)
-            # A client of its own: one that waits holds up whoever else asks through it.
-            beside = dist.TCPStore(address, port, None, False, patience, wait_for_workers=False)
-            beside_store = dist.PrefixStore(f"llmtrain/{attempt}", beside)
-            self._watch = Watch(self.rank, self.size, beside_store, run, device)
+            self.together = Together(self.rank, self.size, self._store, "all", self._lost)
+            self._watch = Watch(self.rank, self.size, self._another_client(), run, device)
             self._watch.start()
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -241,6 +280,12 @@ class World:
             ) from error
         self.totals(device, 0.0)  # makes the connections
 
+    def _another_client(self) -> dist.Store:
+        """Of the store, for another thread: one that waits holds up whoever else asks through it."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, None, False, timedelta(seconds=LONG), wait_for_workers=False)
+        return dist.PrefixStore(f"llmtrain/{_attempt()}", store)
+
     def leave(self, error: BaseException | None) -> None:
         """Says how this rank ends."""
         if self._watch is None:
@@ -249,6 +294,11 @@ class World:
         if error is None or isinstance(error, StopRequested):
             with suppress(RuntimeError):
                 dist.destroy_process_group()
+
+
+def _attempt() -> str:
+    """Under which the ranks of this start speak in the launcher's store, which outlives them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 @contextmanager

@@ -49,8 +49,9 @@ class Saver:
     def __init__(self, run: Started, plan: Plan, log: RunLog) -> None:
         self._run, self._plan, self._log = run, plan, log
         self._settings = run.config.run
-        # Ranks hold the same state: one of them writes it, so that the others need not see its disk.
-        self._snapshot = Snapshot(run.step.flat, run.step.optimizer) if run.world.first else None
+        # Of ranks that hold the same, one writes it, so that the others need not see its disk.
+        self._together = run.world.writers()
+        self._snapshot = Snapshot(run.step.flat, run.step.optimizer) if self._together is not None else None
         self._thread = ThreadPoolExecutor(1, "save")
         self._under_way: _Save | None = None
         self._failed = 0
@@ -144,11 +145,13 @@ class Saver:
     def _write(self, at: int, state: dict[str, Any]) -> _Written:
         """The part of the thread."""
         since = time.perf_counter()
-        assert self._snapshot is not None
+        assert self._snapshot is not None and self._together is not None
         self._snapshot.wait()
         self._log.sync()  # the lines of a step must be there before the checkpoint that makes them count
         settings = self._settings
-        folder = checkpoint.save(settings.run_dir, at, self._snapshot, state)
+        folder = checkpoint.save(settings.run_dir, at, self._snapshot, state, self._together)
+        if not self._together.first:
+            return _Written(folder, time.perf_counter() - since, [])
         self._sound[at] = True
         with suppress(LlmtrainError):  # it only tells of the checkpoint, which is there
             write_status(settings.run_dir, "running", f"saved at step {at}", at)

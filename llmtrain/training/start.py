@@ -32,6 +32,7 @@ from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan, steps_of_run
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
+from llmtrain.training.together import Together
 
 MAX_SEQ_LEN = (1 << 31) - 1
 """Positions are 32-bit numbers."""
@@ -293,15 +294,21 @@ def start(
                 "--tokens, or start in another --run-dir"
             )
 
-    def restore() -> tuple[dict[str, Any] | None, list[str]]:
-        return checkpoint.restore_newest(config.run.run_dir, flat, optimizer, check) if resume else (None, [])
+    def restore(together: Together) -> tuple[dict[str, Any] | None, list[str]]:
+        if not resume:
+            return None, []
+        return checkpoint.restore_newest(config.run.run_dir, flat, optimizer, check, together)
 
-    state, notes = world.from_first(restore)
+    def begin(together: Together) -> tuple[int, dict[str, Any] | None, list[str]]:
+        begun: list[tuple[int, dict[str, Any] | None, list[str]]] = []
+        steps = steps_of_run(config, order)
+        together.each(lambda: begun.append(origin.begin(config, flat, optimizer, corpus, steps)))
+        return begun[0]
+
+    state, notes = world.fill(restore)
     at_step = 0
     if state is None and (config.run.init_from is not None or config.run.branch_from is not None):
-        at_step, counts, notes = world.from_first(
-            lambda: origin.begin(config, flat, optimizer, corpus, steps_of_run(config, order))
-        )
+        at_step, counts, notes = world.fill(begin)
         if counts is None:
             optimizer.reset()
         else:
@@ -321,7 +328,8 @@ def start(
             notes.append(
                 f"batch_size is {config.run.batch_size}, was {before}: losses may differ in their last bits from here"
             )
-    world.copy_from_first(*(stretch.buffer for stretch in optimizer.large.values()))
+    if world.grid.parts == 1:
+        world.copy_from_first(*(stretch.buffer for stretch in optimizer.large.values()))
     flat.refresh_narrow()
     return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, world, trial)
 

@@ -196,7 +196,7 @@ def test_modes_follow_the_umask(mask, tmp_path):
 def test_without_room_nothing_is_written(tmp_path, monkeypatch):
     save(tmp_path, 1, 1)
     written: list[object] = []
-    monkeypatch.setattr(checkpoint.tensors, "write", lambda *a: written.append(a))
+    monkeypatch.setattr(checkpoint.pieces.tensors, "write", lambda *a: written.append(a))
     monkeypatch.setattr("llmtrain.storage.disk.free_bytes", lambda folder: 1 << 20)
     with pytest.raises(StorageFailure, match=r"a checkpoint takes 1.* MB, 1.05 MB are free"):
         save(tmp_path, 2, 2)

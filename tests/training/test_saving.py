@@ -47,10 +47,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """The saves of these steps meet a full disk."""
     save = checkpoint.save
 
-    def full(run_dir, step, snapshot, state):
+    def full(run_dir, step, *rest):
         if step in steps:
             raise atomic.write_error(OSError(errno.ENOSPC, "full"), run_dir / "x")
-        return save(run_dir, step, snapshot, state)
+        return save(run_dir, step, *rest)
 
     monkeypatch.setattr(saving.checkpoint, "save", full)
 
@@ -67,7 +67,7 @@ def every_step(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_goes_on_while_a_save_is_written_and_the_save_is_of_its_own_step(
     corpus, every_step, tmp_path, monkeypatch
 ):
-    write, gone_on = checkpoint.tensors.write, threading.Event()
+    write, gone_on = checkpoint.pieces.tensors.write, threading.Event()
 
     def slow(*arguments):
         assert gone_on.wait(60)
@@ -78,7 +78,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_save_is_of_its_own_ste
             assert checkpoint.list_steps(tmp_path / "run") == []  # 5 to 7 are done, the save of 4 is not
             gone_on.set()
 
-    monkeypatch.setattr(checkpoint.tensors, "write", slow)
+    monkeypatch.setattr(checkpoint.pieces.tensors, "write", slow)
     at_update(monkeypatch, before)
     run.train(config(corpus, tmp_path / "run", run={"checkpoint_every": 4}), resume=False)
     for step in (4, 8, 12):
@@ -180,7 +180,7 @@ def test_a_save_that_a_signal_asked_for_and_that_fails_says_what_is_lost(corpus,
 
 
 def test_a_run_that_is_stopped_or_fails_waits_for_the_save_under_way(corpus, tmp_path, monkeypatch):
-    write = checkpoint.tensors.write
+    write = checkpoint.pieces.tensors.write
 
     def slow(*arguments):
         time.sleep(0.3)
@@ -190,7 +190,7 @@ def test_a_run_that_is_stopped_or_fails_waits_for_the_save_under_way(corpus, tmp
         if number == 5:
             raise StopRequested("as an error would")
 
-    monkeypatch.setattr(checkpoint.tensors, "write", slow)
+    monkeypatch.setattr(checkpoint.pieces.tensors, "write", slow)
     at_update(monkeypatch, stop)
     with pytest.raises(StopRequested):
         run.train(config(corpus, tmp_path / "run", run={"checkpoint_every": 4}), resume=False)
