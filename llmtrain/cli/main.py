@@ -29,6 +29,7 @@ from llmtrain.storage.errors import (
 COMMANDS = {
     "train-tokenizer": ("llmtrain.cli.train_tokenizer", "Train a byte-level BPE tokenizer on text files."),
     "tokenize-corpus": ("llmtrain.cli.tokenize_corpus", "Turn text files into a token file."),
+    "plan": ("llmtrain.cli.plan", "Say what a run will cost before it starts, on any card."),
     "train": ("llmtrain.cli.train", "Train a language model on token files, or go on with a run."),
     "service": ("llmtrain.cli.service", "Write a systemd unit that keeps a run going."),
     "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),

@@ -112,9 +112,9 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
             path = spec
         weight, budget = 1.0, None
         before, colon, after = path.rpartition(":")
-        if colon and (amount := _BUDGET.fullmatch(after)):
-            path, budget = before, round(Fraction(amount[1]) * _UNITS[amount[2].upper()])
-            weight = float(budget)
+        if colon and _BUDGET.fullmatch(after):
+            path, budget = before, amount_of(after)
+            weight = float(budget or 0)
         elif colon:
             try:
                 path, weight = before, float(after)
@@ -141,6 +141,14 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
         if names.count(name) > 1:
             raise UsageError(f"--tokens: two sources are called {name}: tell them apart with NAME=PATH")
     return sources
+
+
+def amount_of(text: str) -> int | None:
+    """A number of tokens as people write it: 2.5B, 300M, 1000000; None where it is none."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    amount = _BUDGET.fullmatch(text)
+    return round(Fraction(amount[1]) * _UNITS[amount[2].upper()]) if amount else None
 
 
 def absolute_spec(spec: str) -> str:

@@ -130,15 +130,15 @@ def choose_backend(
 
 def training_backend(
     asked: str, dtype: torch.dtype, head_dim: int, seq_len: int, device: torch.device, masked: bool = False,
-    windowed: bool = False,
+    windowed: bool = False, capability: tuple[int, int] | None = None,
 ) -> Backend:  # fmt: skip
     """The backend of training on whole rows: what `asked` names, or what `auto` takes.
 
-    `masked`: attention stays within the documents of a row; `windowed`: within a sliding window. Raises ValueError,
-    half a sentence, where the one named
-    cannot do it.
+    `masked`: attention stays within the documents of a row; `windowed`: within a sliding window. `capability`: of a
+    card that is not here. Raises ValueError, half a sentence, where the one named cannot do it.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     case = dtype, head_dim, seq_len, seq_len, masked, capability, deterministic, windowed
     if asked == AUTO:

@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from llmtrain.model.cards import card_of
 from llmtrain.model.config import CheckpointActivations, ModelConfig
-
-PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "RTX 3060": 25e12}
-"""Dense bf16 FLOP/s with FP32 accumulation, by a part of the device's name (vendors' datasheets)."""
 
 
 @dataclass(frozen=True)
@@ -96,4 +94,5 @@ def classic_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device by its name; None for one that is not in the table."""
-    return next((peak for part, peak in PEAK_BF16.items() if part in device_name), None)
+    card = card_of(device_name)
+    return card.bf16 if card else None

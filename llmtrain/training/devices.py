@@ -8,6 +8,7 @@ import torch
 from llmtrain.kernels.attention import Backend, training_backend
 from llmtrain.kernels.fp8 import MULTIPLE
 from llmtrain.kernels.mxfp8 import BLOCK
+from llmtrain.model.cards import Card
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.step import COMPUTE_DTYPES
@@ -22,19 +23,20 @@ def pick_device(asked: str) -> torch.device:
     return torch.device(asked)
 
 
-def check_precision(precision: str, seq_len: int, device: torch.device) -> None:
-    """Raises UsageError where --precision fp8 or mxfp8 cannot be had: on this device, or for samples of this length,
-    over whose tokens the gradients of weights are summed."""
+def check_precision(precision: str, seq_len: int, device: torch.device, card: Card | None = None) -> None:
+    """Raises UsageError where --precision fp8 or mxfp8 cannot be had: on this device, or on a `card` that is not here,
+    or for samples of this length, over whose tokens the gradients of weights are summed."""
     if precision == "mxfp8" and seq_len % BLOCK:
         raise UsageError(
             f"--seq-len {seq_len} is no multiple of {BLOCK}, as --precision mxfp8 needs: change one of the two"
         )
     if precision != "fp8":
         return
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    capability = card.capability if card else torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
+    if capability < (8, 9):
         raise UsageError(
-            f"--precision fp8: {device_name(device)} has no 8-bit matmuls: NVIDIA's from compute capability 8.9 "
-            "on have (RTX 40 and 50, L4, L40, H100, H200, B200): give --precision bf16"
+            f"--precision fp8: {card.name if card else device_name(device)} has no 8-bit matmuls: NVIDIA's from "
+            "compute capability 8.9 on have (RTX 40 and 50, L4, L40, H100, H200, B200): give --precision bf16"
         )
     if seq_len % MULTIPLE:
         raise UsageError(
@@ -43,14 +45,17 @@ def check_precision(precision: str, seq_len: int, device: torch.device) -> None:
 
 
 def pick_attention(
-    asked: str, precision: str, model: ModelConfig, seq_len: int, device: torch.device, masked: bool = False
-) -> Backend:
-    """The backend of --attention. Raises UsageError where the one asked for cannot do the shape on the device."""
+    asked: str, precision: str, model: ModelConfig, seq_len: int, device: torch.device, masked: bool = False,
+    card: Card | None = None,
+) -> Backend:  # fmt: skip
+    """The backend of --attention, on a `card` that is not here where one is given. Raises UsageError where the one
+    asked for cannot do the shape on the device."""
     shape = asked, COMPUTE_DTYPES[precision], model.head_dim, seq_len, device, masked
+    capability = card.capability if card else None
     hiding = [window is not None and window < seq_len for window in model.windows]
     try:
-        without = None if all(hiding) else training_backend(*shape)
-        within = training_backend(*shape, windowed=True) if any(hiding) else None
+        without = None if all(hiding) else training_backend(*shape, capability=capability)
+        within = training_backend(*shape, windowed=True, capability=capability) if any(hiding) else None
     except ValueError as error:
         raise UsageError(f"--attention {asked}: it {error}: name another, or leave it at auto") from None
     if within is None:

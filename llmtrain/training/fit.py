@@ -167,7 +167,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
 
     MemoryTaken where it would fit if other processes held no memory of the card: that may pass.
     """
-    run, size = config.run, config.run.micro_batch_size
+    size = config.run.micro_batch_size
     memory = memory_of(config, size, attention, device)
     place = "card" if device.type == "cuda" else "machine"
     asked = f"--batch-size {size} x --seq-len {config.data.seq_len}"
@@ -176,7 +176,16 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
         f"{asked} does not fit: it takes about {unit(memory.held)} ({unit.each(by_part(memory))}), of the {place}'s "
         f"{unit(there.total)} {unit(there.free)} are free"
     )
-    whole = run.sequences_per_step
+    advice = smaller_ways(config, attention, device, there)
+    if device.type == "cuda" and there.free < needs(memory, device) <= there.total - OWN:
+        return MemoryTaken(f"{text}, as other processes hold the rest: wait for them (nvidia-smi), or {advice[0]}")
+    return UsageError(f"{text}: {', or '.join(advice)}")
+
+
+def smaller_ways(config: TrainConfig, attention: str, device: torch.device, there: Room) -> list[str]:
+    """What to ask for in place of a micro-batch that does not fit; one at least."""
+    run, size = config.run, config.run.micro_batch_size
+    memory, whole = memory_of(config, size, attention, device), config.run.sequences_per_step
     if smaller := fitting(config, attention, device, there, min(whole, int(size * DOWN))):
         smaller = even(whole, smaller)
         keeps = f"a step keeps its {whole * config.data.seq_len:,} tokens"
@@ -189,9 +198,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
         if more.held < memory.held and needs(more, device) <= there.free:
             advice.append(f"keep it with --checkpoint-activations {mode}")
             break
-    if device.type == "cuda" and there.free < needs(memory, device) <= there.total - OWN:
-        return MemoryTaken(f"{text}, as other processes hold the rest: wait for them (nvidia-smi), or {advice[0]}")
-    return UsageError(f"{text}: {', or '.join(advice)}")
+    return advice
 
 
 def split_as(config: TrainConfig, batch_size: int) -> str:

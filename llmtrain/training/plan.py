@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from llmtrain.corpus.batches import assemble
-from llmtrain.corpus.order import SampleOrder
+from llmtrain.corpus.order import SampleOrder, parse_sources
 from llmtrain.corpus.packing import Packed
 from llmtrain.kernels.attention import Backend
+from llmtrain.model.cards import Card, card_of
 from llmtrain.model.flops import (
     causal_pairs,
     classic_flops_per_token,
     flops_per_token,
     layer_pairs,
     parameter_counts,
-    peak_flops,
     rerun_flops_per_token,
 )
 from llmtrain.model.memory import MemoryPlan, hidden_elements, state_bytes
@@ -27,6 +27,7 @@ from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Room, Unit, by_part, memory_of
+from llmtrain.training.pace import Pace, time_lines, usual
 from llmtrain.training.schedule import decay_begin, learning_rate
 
 PAIRS_OF = 1 << 17
@@ -34,9 +35,6 @@ PAIRS_OF = 1 << 17
 
 MOST_EPOCHS = 4
 """Up to which repeated text is nearly as good as new (Muennighoff et al. 2023)."""
-
-MFU_GUESS = 0.4
-"""Share of the peak that the expected hours assume, until the first log line knows better."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,10 @@ class Plan:
     """(query, key) pairs that attend, a token -> FLOPs a token, and what is run again beyond that."""
     peak_flops: float | None
     """FLOP/s of the device, or of all ranks' devices; None where its name is not in the table."""
+    card: Card | None
+    """The device, where it is one of the table."""
+    pace: Pace | None
+    """What each device is expected to do; None where nothing like it was measured."""
     attention: Backend
     memory: MemoryPlan
     room: Room
@@ -71,31 +73,33 @@ class Plan:
         return math.ceil((self.samples(step + 1) - self.samples(step)) / (batch_size * self.ranks))
 
 
-def samples_of_run(config: TrainConfig, order: SampleOrder) -> int:
+def samples_of_run(config: TrainConfig, order: SampleOrder | None) -> int:
     """From total_steps, from the tokens asked of each source, or from epochs; the latter two may end in the middle of a
-    step. Raises UsageError for epochs of tokens that are counted."""
+    step. Epochs need an `order`. Raises UsageError for epochs of tokens that are counted."""
     if config.schedule.total_steps is not None:
         return config.schedule.total_steps * config.run.sequences_per_step
-    budgets = [source.budget for source in order.sources if source.budget is not None]
+    budgets = [source.budget for source in parse_sources(config.data.tokens) if source.budget is not None]
     if budgets:
         if config.schedule.epochs != 1:
             raise UsageError(
                 f"--epochs {config.schedule.epochs}: --tokens says already how many tokens to take: leave one out"
             )
         return max(1, round(sum(budgets) / config.data.seq_len))
+    assert order is not None, "epochs of token files that are not there"
     return max(1, round(config.schedule.epochs * order.samples_per_epoch))
 
 
-def steps_of_run(config: TrainConfig, order: SampleOrder) -> int:
+def steps_of_run(config: TrainConfig, order: SampleOrder | None) -> int:
     """Its last one may be partial."""
     return math.ceil(samples_of_run(config, order) / config.run.sequences_per_step)
 
 
 def make_plan(
-    config: TrainConfig, order: SampleOrder, device: torch.device, device_name: str, attention: Backend, room: Room,
-    ranks: int = 1,
-) -> Plan:
-    """Steps from total_steps, or from epochs; only the last step may be partial."""
+    config: TrainConfig, order: SampleOrder | None, device: torch.device, device_name: str, attention: Backend,
+    room: Room, ranks: int = 1, pace: Pace | None = None,
+) -> Plan:  # fmt: skip
+    """Steps from total_steps, or from epochs; only the last step may be partial. order: None where the token files are
+    not there, so that nothing is known of their documents; pace: by default what was measured."""
     per_step = config.run.sequences_per_step
     total_samples = samples_of_run(config, order)
     if total_samples * config.data.seq_len >= 1 << 62:
@@ -106,10 +110,14 @@ def make_plan(
         return flops_per_token(model, seq_len, pairs), rerun_flops_per_token(model, seq_len, mode, pairs)
 
     pairs = layer_pairs(config.model, config.data.seq_len) / config.data.seq_len
-    if config.data.document_mask:
+    if config.data.document_mask and order is not None:
         first = np.arange(max(1, PAIRS_OF // config.data.seq_len))
         looked_at = assemble(order, first, document_mask=True, attention_windows=config.model.windows)
         pairs = looked_at.pairs / looked_at.ids.numel()
+    card = card_of(device_name)
+    if pace is None and card is not None:
+        micro_tokens = config.run.micro_batch_size * config.data.seq_len
+        pace = usual(parameter_counts(config.model).total, micro_tokens, config.run.precision, card)
     return Plan(
         total_samples=total_samples,
         total_steps=steps_of_run(config, order),
@@ -117,7 +125,9 @@ def make_plan(
         flops_per_token=flops(pairs)[0],
         pairs_per_token=pairs,
         flops=flops,
-        peak_flops=peak * ranks if (peak := peak_flops(device_name)) else None,
+        peak_flops=card.bf16 * ranks if card else None,
+        card=card,
+        pace=pace,
         attention=attention,
         memory=memory_of(config, config.run.micro_batch_size, attention.name, device),
         room=room,
@@ -180,13 +190,19 @@ def optimizer_line(config: TrainConfig) -> str:
     return f"optimizer   {text}; decay {c.weight_decay:g}, {clipping}"
 
 
-def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | None) -> str:
-    """What the run's checkpoints will take, `there` of them being on the disk, against the bytes that are free."""
-    run, one = config.run, checkpoint_bytes(config)
+def checkpoints_kept(config: TrainConfig, total_steps: int) -> tuple[int, int]:
+    """Checkpoints on the disk at the end, and those beside them while one is written."""
+    run = config.run
     saves = math.ceil(total_steps / run.checkpoint_every)
     for_good = total_steps // run.keep_every if run.keep_every else 0
     kept = min(saves, run.keep_checkpoints + for_good + bool(run.verify_every))
-    in_work = int(saves > kept)
+    return kept, int(saves > kept)
+
+
+def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | None) -> str:
+    """What the run's checkpoints will take, `there` of them being on the disk, against the bytes that are free."""
+    one = checkpoint_bytes(config)
+    kept, in_work = checkpoints_kept(config, total_steps)
     text = f"disk        {in_bytes(one)} a checkpoint, {in_bytes(kept * one)} for the {kept} that are kept"
     text += f" and {in_bytes(one)} for one in work" * in_work
     if free is None:
@@ -197,69 +213,136 @@ def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | Non
     return text
 
 
-def describe(config: TrainConfig, plan: Plan, order: SampleOrder, device_name: str, checkpoints: int) -> list[str]:
+def describe(
+    config: TrainConfig, plan: Plan, order: SampleOrder | None, device_name: str, checkpoints: int
+) -> list[str]:
     """The lines printed before step 0; `checkpoints` are on the disk already."""
-    model, run, seq_len = config.model, config.run, config.data.seq_len
-    counts = parameter_counts(model)
-    tokens_per_step = plan.sequences_per_step * seq_len
-    micro = math.ceil(plan.sequences_per_step / (run.micro_batch_size * plan.ranks))
-    devices = f"{plan.ranks} x {device_name}" if plan.ranks > 1 else device_name
-    on_ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-    total_tokens = plan.total_samples * seq_len
-    hidden = ["within documents"] * config.data.document_mask
-    if with_window := sum(window is not None for window in model.windows):
-        hidden.append(f"{with_window} of {model.n_layers} layers within {model.window:,} tokens")
-    documents = ""
-    if hidden:
-        share = plan.pairs_per_token / (causal_pairs(seq_len) / seq_len)
-        documents = f"; {', '.join(hidden)}, {share:.0%} of the pairs of whole rows"
-    lines = [
-        f"model       {counts.total:,} parameters, {counts.active:,} active: "
-        f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
-        f"{model.head_dim}, {model.feed_forward_words()}, vocabulary {model.vocab_size:,}",
-        f"device      {devices}, {run.precision}{MX_WORDS * (run.precision == 'mxfp8')}"
-        + (", deterministic" if run.deterministic else ""),
-        f"attention   {plan.attention.name}: {plan.attention.why}" + documents,
-        f"step        {plan.sequences_per_step} sequences x {seq_len} = {tokens_per_step:,} tokens, in {micro} "
-        f"micro-batch{'es' if micro > 1 else ''} of {run.micro_batch_size}" + on_ranks,
-        f"run         {plan.total_steps:,} steps, {total_tokens:,} tokens, "
-        f"{_few(total_tokens / counts.total)} a parameter; {order.samples_per_epoch / plan.sequences_per_step:,.1f} "
-        "steps an epoch",
+    total_tokens = plan.total_samples * config.data.seq_len
+    free = free_bytes(existing_folder(config.run.run_dir))
+    return [
+        model_line(config),
+        device_line(config, plan, device_name),
+        attention_line(config, plan),
+        step_line(config, plan),
+        run_line(config, plan, order),
         optimizer_line(config),
         schedule_line(config, plan.total_steps),
-    ]
-    lines += corpus_lines(order, plan.total_samples)
-    lines += [
+        *(corpus_lines(order, plan.total_samples) if order else []),
         *memory_lines(plan.memory, plan.room, plan.on_card),
         f"saving      {in_bytes(checkpoint_bytes(config))} of {'pinned' if plan.on_card else 'more'} host memory "
         "hold what is written while training goes on",
-        disk_line(config, plan.total_steps, checkpoints, free_bytes(_existing(run.run_dir))),
-        f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "
-        f"(classic {classic_flops_per_token(model, seq_len) / 1e6:,.1f}), "
-        f"{in_flops(plan.flops_per_token * total_tokens)} in all",
+        disk_line(config, plan.total_steps, checkpoints, free),
+        cost_line(config, plan),
+        *time_lines(plan.pace, plan.flops_per_token * total_tokens, plan.ranks, plan.card, total_tokens),
     ]
-    if plan.peak_flops is not None:
-        hours = plan.flops_per_token * total_tokens / plan.peak_flops / MFU_GUESS / 3600
-        lines.append(f"time        {hours:,.2f} hours at {MFU_GUESS:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s")
+
+
+def model_line(config: TrainConfig) -> str:
+    model, counts = config.model, parameter_counts(config.model)
+    return (
+        f"model       {counts.total:,} parameters, {counts.active:,} active: "
+        f"d_model {model.d_model}, {model.n_layers} layers, {model.n_heads}/{model.n_kv_heads} heads of "
+        f"{model.head_dim}, {model.feed_forward_words()}, vocabulary {model.vocab_size:,}"
+    )
+
+
+def device_line(config: TrainConfig, plan: Plan, device_name: str) -> str:
+    run = config.run
+    devices = f"{plan.ranks} x {device_name}" if plan.ranks > 1 else device_name
+    mx = MX_WORDS * (run.precision == "mxfp8")
+    return f"device      {devices}, {run.precision}{mx}" + ", deterministic" * run.deterministic
+
+
+def attention_line(config: TrainConfig, plan: Plan) -> str:
+    """The backend and why, and what is hidden beside causality."""
+    model, seq_len = config.model, config.data.seq_len
+    hidden = ["within documents"] * config.data.document_mask
+    if with_window := sum(window is not None for window in model.windows):
+        hidden.append(f"{with_window} of {model.n_layers} layers within {model.window:,} tokens")
+    line = f"attention   {plan.attention.name}: {plan.attention.why}"
+    if hidden:
+        share = plan.pairs_per_token / (causal_pairs(seq_len) / seq_len)
+        line += f"; {', '.join(hidden)}, {share:.0%} of the pairs of whole rows"
+    return line
+
+
+def step_line(config: TrainConfig, plan: Plan) -> str:
+    size, seq_len = config.run.micro_batch_size, config.data.seq_len
+    micro = math.ceil(plan.sequences_per_step / (size * plan.ranks))
+    return (
+        f"step        {plan.sequences_per_step} sequences x {seq_len} = {plan.sequences_per_step * seq_len:,} tokens, "
+        f"in {micro} micro-batch{'es' if micro > 1 else ''} of {size}"
+        + (f" on each of {plan.ranks} ranks" if plan.ranks > 1 else "")
+    )
+
+
+def run_line(config: TrainConfig, plan: Plan, order: SampleOrder | None) -> str:
+    tokens = plan.total_samples * config.data.seq_len
+    line = (
+        f"run         {plan.total_steps:,} steps, {tokens:,} tokens, "
+        f"{_few(tokens / parameter_counts(config.model).total)} a parameter"
+    )
+    return line + (f"; {order.samples_per_epoch / plan.sequences_per_step:,.1f} steps an epoch" if order else "")
+
+
+def cost_line(config: TrainConfig, plan: Plan) -> str:
+    seq_len = config.data.seq_len
+    return (
+        f"cost        {plan.flops_per_token / 1e6:,.1f} MFLOPs a token "
+        f"(classic {classic_flops_per_token(config.model, seq_len) / 1e6:,.1f}), "
+        f"{in_flops(plan.flops_per_token * plan.total_samples * seq_len)} in all"
+    )
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """What a run takes of one of its token files."""
+
+    name: str
+    path: Path
+    tokens: int | None
+    """In the file; None where it is not there."""
+    taken: int
+    """By the run."""
+    share: float
+    """Of the run."""
+    epochs: float | None
+    budget: int | None
+    """Tokens that were asked for."""
+
+
+def source_uses(order: SampleOrder, total_samples: int) -> list[SourceUse]:
+    """Of each source, in their order."""
+    return [
+        SourceUse(
+            source.name, source.file.path, source.file.tokens, int(samples) * order.seq_len,
+            int(samples) / total_samples, float(samples / windows), source.budget,
+        )
+        for source, samples, windows in zip(order.sources, order.drawn(total_samples), order.windows, strict=True)
+    ]  # fmt: skip
+
+
+def source_line(use: SourceUse, seq_len: int) -> str:
+    """How often the run goes through a source, and what of that a person may not have meant."""
+    if use.tokens is None:
+        line = f"corpus      {use.name}: NOT THERE YET, {use.taken:,} tokens are taken of it"
     else:
-        lines.append("time        known from the first log line on (no peak rate on record for this device)")
-    return lines
+        line = f"corpus      {use.name}: {use.tokens:,} tokens, {use.epochs:.2f} epochs"
+    if use.share < 1:
+        line += f", {use.share:.1%} of the run"
+    # Thousandths of the mixture, and --total-steps, may give a source more or less than was asked.
+    if use.budget is not None and abs(use.taken - use.budget) > 0.01 * use.budget + seq_len:
+        line += f", {use.taken:,} OF {use.budget:,} TOKENS ASKED"
+    if use.epochs is not None and use.epochs > MOST_EPOCHS:
+        line += f", MORE THAN {MOST_EPOCHS}, AFTER WHICH A REPETITION TEACHES LITTLE: add text or lower its share"
+    return f"{line} ({use.path})"
 
 
 def corpus_lines(order: SampleOrder, total_samples: int) -> list[str]:
-    """How often the run goes through each source, and what of that a person may not have meant."""
+    """A line for each source, and one for how it is packed."""
     lines = []
-    for source, samples, windows in zip(order.sources, order.drawn(total_samples), order.windows, strict=True):
-        epochs, tokens = samples / windows, int(samples) * order.seq_len
-        line = f"corpus      {source.name}: {source.file.tokens:,} tokens, {epochs:.2f} epochs"
-        if len(order.sources) > 1:
-            line += f", {tokens / (total_samples * order.seq_len):.1%} of the run"
-        # Thousandths of the mixture, and --total-steps, may give a source more or less than was asked.
-        if source.budget is not None and abs(tokens - source.budget) > 0.01 * source.budget + order.seq_len:
-            line += f", {tokens:,} OF {source.budget:,} TOKENS ASKED"
-        if epochs > MOST_EPOCHS:
-            line += f", MORE THAN {MOST_EPOCHS}, AFTER WHICH A REPETITION TEACHES LITTLE: add text or lower its share"
-        lines.append(f"{line} ({source.file.path})")
+    for source, use in zip(order.sources, source_uses(order, total_samples), strict=True):
+        lines.append(source_line(use, order.seq_len))
         if isinstance(source.cut, Packed):
             header = source.cut.header
             lines.append(
@@ -275,7 +358,7 @@ def _few(number: float) -> str:
     return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 
-def _existing(path: Path) -> Path:
+def existing_folder(path: Path) -> Path:
     """The nearest folder above that exists."""
     while not path.exists():
         path = path.absolute().parent
