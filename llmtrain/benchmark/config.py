@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llmtrain.model.config import CheckpointActivations, ModelConfig
-from llmtrain.training.config import Attention, Precision
+from llmtrain.training.config import Attention, Fp8Scaling, Precision, check_fp8_scaling
 
 
 def require_positive(config: object, *names: str) -> None:
@@ -34,6 +34,8 @@ class TimingConfig:
     """Steps before the first burst."""
     precision: Precision = "bf16"
     """Arithmetic of the matmuls and activations."""
+    fp8_scaling: Fp8Scaling = "tensorwise"
+    """With precision fp8: what shares a scale, as in training."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto: the card where there is one."""
     attention: Attention = "auto"
@@ -43,6 +45,7 @@ class TimingConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "seconds", "warmup")
+        check_fp8_scaling(self)
         if self.bursts < 2:
             raise ValueError(f"bursts must be 2 or more to show a spread, not {self.bursts}")
 

@@ -24,7 +24,7 @@ from llmtrain.model.flops import (
     rerun_flops_per_token,
 )
 from llmtrain.model.memory import training_memory
-from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.config import OptimizerConfig, eight_bit
 from llmtrain.training.devices import check_precision, pick_attention, pick_device
 from llmtrain.training.step import TrainStep
 
@@ -48,13 +48,14 @@ class RandomSteps:
     def __init__(self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0) -> None:
         self.shape = shape
         self.attention = timing.attention
-        check_precision(timing.precision, shape.seq_len, device)
+        check_precision(timing.precision, timing.fp8_scaling, shape.seq_len, device)
         self.backend = pick_attention(timing.attention, timing.precision, shape.model, shape.seq_len, device)
         self.memory = training_memory(
             shape.model,
             shape.batch_size,
             shape.seq_len,
             precision=timing.precision,
+            fp8_scaling=timing.fp8_scaling,
             checkpoint_activations=timing.checkpoint_activations,
             attention=self.backend.name,
             device=device,
@@ -65,6 +66,7 @@ class RandomSteps:
             batch_size=shape.batch_size,
             seq_len=shape.seq_len,
             precision=timing.precision,
+            fp8_scaling=timing.fp8_scaling,
             device=device,
             seed=seed,
             checkpoint_activations=timing.checkpoint_activations,
@@ -161,6 +163,7 @@ def measure_step(shape: Shape, timing: TimingConfig, tell: Callable[[str], None]
         "shape": asdict(shape),
         "device": str(device),
         "precision": timing.precision,
+        "fp8_scaling": eight_bit(timing),
         "attention": steps.backend.label(choice.ran),
         "checkpoint_activations": timing.checkpoint_activations,
         "steps": count * timing.bursts,

@@ -60,7 +60,8 @@ def what_to_run(
     model = build(ModelConfig, given, tables["model"], f"{path} [model]")
     data = build(DataConfig, {}, tables["data"], f"{path} [data]")
     run = build(RunConfig, {}, tables["run"], f"{path} [run]")
-    shared = {name: getattr(run, name) for name in ("precision", "device", "attention", "checkpoint_activations")}
+    names = ("precision", "fp8_scaling", "device", "attention", "checkpoint_activations")
+    shared = {name: getattr(run, name) for name in names}
     timing = build(TimingConfig, shared | given)
     seq_len = seq_len or data.seq_len
     batch_size = batch_size or of_auto(run.batch_size)

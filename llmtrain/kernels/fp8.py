@@ -10,6 +10,7 @@ becomes NaN, so that a bad step shows as it does in bf16. Weights are scaled by 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ MULTIPLE = 16
 """Of which both sides of a matmul, and the rows summed over for dW, must be."""
 ROWS, COLS, WARPS = 128, 128, 8
 """The tile of a program: a whole line of 128 bytes both ways round."""
+Operand = tuple[Tensor, ...]
+"""A matrix in eight bits and, where they are its own, its scales' inverses."""
 
 
 def scale_for(largest: Tensor, limit: Tensor) -> Tensor:
@@ -65,6 +68,20 @@ if triton is not None:
         bits = tl.where(magnitude < 2.0**LOWEST, units.to(tl.int32, bitcast=True) & 0xFF, normal)
         bits = tl.where(x != x, 0x7F, bits)
         return (bits | ((x.to(tl.int32, bitcast=True) >> 31) & 1) << 7).to(tl.uint8)
+
+    @triton.jit
+    def _fp8_power(largest):
+        """The exponent of E4M3's scale for magnitudes up to `largest`, whose bits as FP32 are given: `scale_for` by
+        arithmetic. 0 for 0; for what is not finite that of 1."""
+        # 448 is 1.75 * 2^8: one power less where the mantissa is larger.
+        power = 135 - (largest >> 23) - ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+        power = tl.minimum(tl.maximum(power, -126), 126)
+        return tl.where((largest == 0) | (largest >= 0x7F800000), tl.where(largest == 0, 0, 8), power)
+
+    @triton.jit
+    def _fp8_power_of_two(power):
+        """FP32, of -126 to 127."""
+        return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
     @triton.jit
     def _fp8_quantise_kernel(
@@ -226,8 +243,29 @@ class Scaling:
             quantise(weight, operands.own, E4M3, out=(operands.rows, operands.columns))
 
 
+class EightBitWeight(Protocol):
+    """What a matrix (out, in) brings along, as `weight.eight_bit`, whose three products run in eight bits."""
+
+    def quantise_input(
+        self, x: Tensor, *, row_major: bool, transposed: bool, record: bool = False
+    ) -> tuple[Operand | None, Operand | None]:
+        """x (N, in) for the forward, and (in, N) for the weight's gradient; `record`: it counts for later scales."""
+
+    def quantise_gradient(self, dy: Tensor, *, transposed: bool) -> tuple[Operand | None, Operand | None]:
+        """dy (N, out) for the input's gradient, and (out, N) for the weight's."""
+
+    def multiply(self, x: Operand, dtype: torch.dtype) -> Tensor:
+        """x (N, in) -> (N, out)."""
+
+    def input_gradient(self, dy: Operand, dtype: torch.dtype) -> Tensor:
+        """dy (N, out) -> (N, in)."""
+
+    def weight_gradient(self, dy_t: Operand, x_t: Operand, out: Tensor | None = None) -> Tensor:
+        """dy_t (out, N), x_t (in, N) -> (out, in) FP32, in `out` where it is given."""
+
+
 class Fp8Weight:
-    """What a matrix (out, in) brings along whose products run in eight bits."""
+    """An EightBitWeight by one scale a tensor."""
 
     def __init__(self, weight: Tensor, scaling: Scaling, number: int) -> None:
         out, n_in = weight.shape
@@ -236,36 +274,51 @@ class Fp8Weight:
         self.x, self.dy, self.own = scaling.of(number)
         self.scaling = scaling
 
-    def quantise(
-        self, x: Tensor, of: Scale, dtype: torch.dtype, *, row_major: bool = True, transposed: bool = True,
-        record: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """As the function, with a scale of x's own where there is none yet."""
+    def _quantise(
+        self, x: Tensor, of: Scale, dtype: torch.dtype, row_major: bool, transposed: bool, record: bool
+    ) -> tuple[Operand | None, Operand | None]:
         if self.scaling.calibrating:
             self.scaling.calibrate(of, x, dtype)
-        return quantise(x, of, dtype, row_major=row_major, transposed=transposed, record=record)
+        rows, columns = quantise(x, of, dtype, row_major=row_major, transposed=transposed, record=record)
+        return None if rows is None else (rows,), None if columns is None else (columns,)
+
+    def quantise_input(
+        self, x: Tensor, *, row_major: bool, transposed: bool, record: bool = False
+    ) -> tuple[Operand | None, Operand | None]:
+        return self._quantise(x, self.x, E4M3, row_major, transposed, record)
+
+    def quantise_gradient(self, dy: Tensor, *, transposed: bool) -> tuple[Operand | None, Operand | None]:
+        return self._quantise(dy, self.dy, E5M2, True, transposed, record=True)
+
+    def multiply(self, x: Operand, dtype: torch.dtype) -> Tensor:
+        return scaled_mm(x[0], self.rows.t(), self.x.inverse, self.own.inverse, dtype, fast=True)
+
+    def input_gradient(self, dy: Operand, dtype: torch.dtype) -> Tensor:
+        return scaled_mm(dy[0], self.columns.t(), self.dy.inverse, self.own.inverse, dtype, fast=True)
+
+    def weight_gradient(self, dy_t: Operand, x_t: Operand, out: Tensor | None = None) -> Tensor:
+        inverses = self.dy.inverse, self.x.inverse
+        return scaled_mm(dy_t[0], x_t[0].t(), *inverses, torch.float32, fast=False, out=out)
 
 
-def takes(weight: Tensor) -> bool:
+def takes(weight: Tensor, multiple: int = MULTIPLE) -> bool:
     """Whether a matrix has sides that its products can run in eight bits with."""
-    return weight.dim() == 2 and all(size % MULTIPLE == 0 for size in weight.shape)
+    return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
 
 
-def eight_bit(weight: Tensor, x: Tensor) -> Fp8Weight | None:
+def eight_bit(weight: Tensor, x: Tensor) -> EightBitWeight | None:
     """The eight-bit operands that `weight` multiplies x by, if it has any: `weight.eight_bit`."""
     return getattr(weight, "eight_bit", None) if x.dtype == torch.bfloat16 else None
 
 
-def deliver_scaled_product(
-    weight: Tensor, dy_t: Tensor, x_t: Tensor, dy_inverse: Tensor, x_inverse: Tensor
-) -> Tensor | None:
+def deliver_eight_bit_product(weight: Tensor, eight: EightBitWeight, dy_t: Operand, x_t: Operand) -> Tensor | None:
     """As `deliver_product`, of dy_t (out, N) and x_t (in, N) in eight bits. The product leaves the matmul in FP32 and,
     as no eight-bit matmul adds to what is there, is added by a pass of its own from the second micro-batch on."""
     buffer, overwrite = gradient_buffer(weight)
     if buffer is not None and overwrite:
-        scaled_mm(dy_t, x_t.t(), dy_inverse, x_inverse, torch.float32, fast=False, out=buffer)
+        eight.weight_gradient(dy_t, x_t, out=buffer)
         return None
-    product = scaled_mm(dy_t, x_t.t(), dy_inverse, x_inverse, torch.float32, fast=False)
+    product = eight.weight_gradient(dy_t, x_t)
     if buffer is None:
         return product
     buffer.add_(product)

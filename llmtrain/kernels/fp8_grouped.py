@@ -15,7 +15,7 @@ try:
     import triton
     import triton.language as tl
 
-    from llmtrain.kernels.fp8 import _fp8_bits
+    from llmtrain.kernels.fp8 import _fp8_bits, _fp8_power, _fp8_power_of_two
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
@@ -50,12 +50,9 @@ if triton is not None:
             mask = inside[:, None] & (col < WIDTH)
             wide = tl.load(x + source + col, mask=mask, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(wide).to(tl.int32, bitcast=True), 1))
-        # 448 is 1.75 * 2^8: one power less where the mantissa is larger. What is not finite has a scale all the same.
-        power = 135 - (largest >> 23) - ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-        power = tl.minimum(tl.maximum(power, -126), 126)
-        power = tl.where((largest == 0) | (largest >= 0x7F800000), tl.where(largest == 0, 0, 8), power)
-        scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
-        tl.store(inverse + at, ((127 - power) << 23).to(tl.float32, bitcast=True), mask=inside)
+        power = _fp8_power(largest)
+        scale = _fp8_power_of_two(power)
+        tl.store(inverse + at, _fp8_power_of_two(-power), mask=inside)
         for begin in range(0, WIDTH, BLOCK):
             col = begin + tl.arange(0, BLOCK)[None, :]
             mask = inside[:, None] & (col < WIDTH)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.kernels.fp8 import E4M3, E5M2, Fp8Weight, deliver_scaled_product, eight_bit, scaled_mm
+from llmtrain.kernels.fp8 import EightBitWeight, deliver_eight_bit_product, eight_bit
 from llmtrain.kernels.mxfp8 import MxWeight, deliver_mx_product, input_gradient, mx_operands, rounded
 from llmtrain.kernels.weight import deliver_product, operand
 
@@ -66,42 +66,41 @@ class _LinearAdd(torch.autograd.Function):
 
 
 def _eight_bit_forward(
-    ctx: Any, x: Tensor, weight: Tensor, eight: Fp8Weight, remake: Remake | None, train: bool, result: bool = True
+    ctx: Any, x: Tensor, weight: Tensor, eight: EightBitWeight, remake: Remake | None, train: bool, result: bool = True
 ) -> Tensor | None:
     """(N, out), of x (..., in). For the backward x is kept in eight bits, as dW takes it."""
     ctx.weight, ctx.eight, ctx.remake, ctx.shape = weight, eight, remake, x.shape
     keeps = train and remake is None
     rows = x.reshape(-1, x.shape[-1])
-    x8, x8_t = eight.quantise(rows, eight.x, E4M3, row_major=result, transposed=keeps, record=train)
-    ctx.save_for_backward(*([x8_t] if keeps else []))
+    x8, x8_t = eight.quantise_input(rows, row_major=result, transposed=keeps, record=train)
+    ctx.save_for_backward(*(x8_t or ()))
     if not result:
         return None
     assert x8 is not None
-    return scaled_mm(x8, eight.rows.t(), eight.x.inverse, eight.own.inverse, x.dtype, fast=True)
+    return eight.multiply(x8, x.dtype)
 
 
 def _eight_bit_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     eight, wants_dx, wants_dw = ctx.eight, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-    dy8, dy8_t = eight.quantise(dy.reshape(-1, dy.shape[-1]), eight.dy, E5M2, transposed=wants_dw, record=True)
-    dx = None
-    if wants_dx:
-        dx = scaled_mm(dy8, eight.columns.t(), eight.dy.inverse, eight.own.inverse, dy.dtype, fast=True)
-        dx = dx.view(ctx.shape)
+    dy8, dy8_t = eight.quantise_gradient(dy.reshape(-1, dy.shape[-1]), transposed=wants_dw)
+    dx = eight.input_gradient(dy8, dy.dtype).view(ctx.shape) if wants_dx else None
     del dy8
     if not wants_dw:
         return dx, None
     if ctx.remake is None:
-        (x8_t,) = ctx.saved_tensors
+        x8_t = ctx.saved_tensors
     else:
         x = ctx.remake()
         ctx.remake = None
-        _, x8_t = eight.quantise(x.reshape(-1, x.shape[-1]), eight.x, E4M3, row_major=False)
-    return dx, deliver_scaled_product(ctx.weight, dy8_t, x8_t, eight.dy.inverse, eight.x.inverse)
+        _, x8_t = eight.quantise_input(x.reshape(-1, x.shape[-1]), row_major=False, transposed=True)
+    return dx, deliver_eight_bit_product(ctx.weight, eight, dy8_t, x8_t)
 
 
 class _EightBitLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eight: Fp8Weight, remake: Remake | None, train: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eight: EightBitWeight, remake: Remake | None, train: bool
+    ) -> Tensor:
         y = _eight_bit_forward(ctx, x, weight, eight, remake, train)
         assert y is not None
         return y.view(*x.shape[:-1], -1)
@@ -114,7 +113,7 @@ class _EightBitLinear(torch.autograd.Function):
 class _EightBitLinearAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eight: Fp8Weight, into: Tensor, remake: Remake | None, train: bool,
+        ctx: Any, x: Tensor, weight: Tensor, eight: EightBitWeight, into: Tensor, remake: Remake | None, train: bool,
         result: bool,
     ) -> Tensor:  # fmt: skip
         ctx.mark_dirty(into)
@@ -183,7 +182,7 @@ def linear(x: Tensor, weight: Tensor, remake: Remake | None = None) -> Tensor:
     """x: (..., in), weight: (out, in) FP32 master; the product runs, and comes back, in x's dtype: (..., out).
 
     With `remake`, x is not kept for the backward, which calls that instead and must get the same bits. A weight with
-    eight-bit operands (`Fp8Weight`, `MxWeight`) multiplies bf16 rows by those."""
+    eight-bit operands (`EightBitWeight`, `MxWeight`) multiplies bf16 rows by those."""
     if eight := eight_bit(weight, x):
         return _EightBitLinear.apply(x, weight, eight, remake, torch.is_grad_enabled())
     if mx := mx_operands(weight, x):

@@ -7,6 +7,7 @@ sums, partial sums of the norms' weights) is left out. On a CPU the references o
 FP32; of that the head's is counted, which is by far the most.
 """
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ import torch
 from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, GRAPH
 from llmtrain.kernels.choice import TRITON
 from llmtrain.kernels.cross_entropy import chunk_rows
+from llmtrain.kernels.fp8 import MULTIPLE
+from llmtrain.kernels.fp8_fine import BLOCK, SIDE, multiple_for
+from llmtrain.kernels.mxfp8 import BLOCK as MX_BLOCK
 from llmtrain.kernels.mxfp8 import rounding_bytes
 from llmtrain.kernels.newton_schulz import batch_size as matrices_at_once
 from llmtrain.kernels.newton_schulz import work_elements
@@ -74,9 +78,10 @@ def update_bytes(config: ModelConfig, width: int) -> int:
 
 def kept_by_layer(
     c: ModelConfig, n: int, width: int, checkpoint_activations: CheckpointActivations, attention: str, seq_len: int,
-    document_mask: bool = False, routed: bool = False, eight_bit: bool = False, windowed: bool = False,
+    document_mask: bool = False, routed: bool = False, eight_bit: str | None = None, windowed: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What one block keeps for its backward; `routed`: with experts, `windowed`: with a sliding window."""
+    """What one block keeps for its backward; `routed`: with experts, `eight_bit`: by which scales, `windowed`: with a
+    sliding window."""
     d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     f = c.experts_per_token * c.expert_width + c.shared_width if routed else c.d_ff  # that a token meets
     if checkpoint_activations == "full":
@@ -96,12 +101,14 @@ def kept_by_layer(
     if eight_bit:
         # What a linear keeps is a copy in eight bits; the op that made it keeps what it wants besides.
         if not selective:
-            kept["attention in 8 bits"] = q * n
-            rows, product = 2 * d * n, f * n
+            narrow = functools.partial(eight_bit_bytes, scaling=eight_bit)
+            rows, product = narrow(d * n), narrow(f * n)
             if routed:  # the router and the experts have the rows as they are
-                rows += (width - (0 if c.shared_width else 1)) * d * n
-                product += (width - 1) * c.experts_per_token * c.expert_width * n
-            kept["normed rows"], kept["SwiGLU"] = rows, product
+                rows += width * d * n + (narrow(d * n) if c.shared_width else 0)
+                product = narrow(c.shared_width * n) + width * c.experts_per_token * c.expert_width * n
+            else:
+                rows += narrow(d * n)
+            kept["attention in 8 bits"], kept["normed rows"], kept["SwiGLU"] = narrow(q * n), rows, product
     if selective and not c.qk_norm:
         kept["qkv"] = kv * n * width  # a copy of v
     if attention == EFFICIENT:
@@ -122,15 +129,38 @@ def routing_bytes(c: ModelConfig, n: int, seq_len: int) -> int:
     return indices + 4 * c.n_experts + 4 * (c.n_experts + 1) * (n // seq_len)
 
 
-def eight_bit_weights(c: ModelConfig) -> int:
-    """Numbers in the matrices that have eight-bit operands."""
-    attention = c.d_model * c.qkv_width + c.n_heads * c.head_dim * c.d_model
-    dense, routed = (c.n_layers - c.n_routed) * c.d_ff, c.n_routed * (c.shared_width + c.n_experts * c.expert_width)
-    return c.n_layers * attention + 3 * c.d_model * (dense + routed)
+def linears(c: ModelConfig) -> Counter[tuple[int, int]]:
+    """(out, in) of the blocks' matrices -> how many of them there are; routers and experts apart."""
+    found: Counter[tuple[int, int]] = Counter()
+    found[c.qkv_width, c.d_model] += c.n_layers
+    found[c.d_model, c.n_heads * c.head_dim] += c.n_layers
+    for width, layers in ((c.d_ff, c.n_layers - c.n_routed), (c.shared_width, c.n_routed)):
+        if width and layers:
+            found[2 * width, c.d_model] += layers
+            found[c.d_model, width] += layers
+    return found
+
+
+def numbers_in_linears(c: ModelConfig, multiple: int) -> int:
+    """Of those matrices whose sides are multiples of it."""
+    return sum(
+        count * out * n_in for (out, n_in), count in linears(c).items() if not (out % multiple or n_in % multiple)
+    )
+
+
+def numbers_in_experts(c: ModelConfig) -> int:
+    """Where eight-bit products can take them, else 0."""
+    taken = not (c.d_model % MULTIPLE or c.expert_width % MULTIPLE)
+    return taken * c.n_routed * c.n_experts * 3 * c.d_model * c.expert_width
+
+
+def eight_bit_bytes(numbers: int, scaling: str | None) -> int:
+    """Of a linear's operand in eight bits; a scale a row is not counted."""
+    return numbers + (4 * numbers // SIDE if scaling == BLOCK else 0)
 
 
 def feed_forward_backward(
-    c: ModelConfig, n: int, width: int, selective: bool, routed: bool, eight_bit: bool = False
+    c: ModelConfig, n: int, width: int, selective: bool, routed: bool, eight_bit: str | None = None
 ) -> int:
     """The most bytes that there are, beside what is kept and the stream's gradient, in the backward of such a layer.
 
@@ -143,16 +173,17 @@ def feed_forward_backward(
         return f * n * width + max(f * n if selective else 0, 2 * f * n - (0 if selective else f * n)) * width
 
     def in_eight_bits(f: int) -> int:
-        d, product = c.d_model * n, 0 if selective else f * n
+        narrow = functools.partial(eight_bit_bytes, scaling=eight_bit)
+        d, product = c.d_model * n, 0 if selective else narrow(f * n)
         matrix = 4 * c.d_model * f  # dW on its way to its buffer
         return max(
             # the stream's gradient in eight bits, both ways round, and the product's, the product made again
-            2 * d + width * f * n,
-            d + width * f * n + (width * f * n + f * n if selective else 0) + matrix,
+            2 * narrow(d) + width * f * n,
+            narrow(d) + width * f * n + (width * f * n + narrow(f * n) if selective else 0) + matrix,
             3 * width * f * n - product,  # the gradients of the product, and of gate and up
             # the latter in eight bits, both ways round, and the input's; gate and up are gone
-            2 * width * f * n + 4 * f * n + width * d - product - 2 * width * f * n,
-            2 * f * n + width * d + (width * d + d if selective else 0) + 2 * matrix - product,
+            2 * width * f * n + 4 * narrow(f * n) + width * d - product - 2 * width * f * n,
+            2 * narrow(f * n) + width * d + (width * d + narrow(d) if selective else 0) + 2 * matrix - product,
         )
 
     if eight_bit:
@@ -200,6 +231,7 @@ def training_memory(
     seq_len: int,
     *,
     precision: str = "bf16",
+    fp8_scaling: str = "tensorwise",
     checkpoint_activations: CheckpointActivations = "none",
     attention: str = CUDNN,
     device: torch.device | str = "cuda",
@@ -214,18 +246,23 @@ def training_memory(
     `references`: the other ops run as such rather than as kernels."""
     c, n = config, batch_size * seq_len
     d, q = c.d_model, c.n_heads * c.head_dim
-    eight_bit, mx = precision == "fp8", precision == "mxfp8"
+    eight_bit, mx = fp8_scaling if precision == "fp8" else None, precision == "mxfp8"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     width = dtype.itemsize
     device = torch.device(device)
     parameters = parameter_counts(c).total
     state = state_bytes(c, optimizer, average)
     saved = sum(state.values())
+    operands = 0 if precision == "fp32" else width * parameters
+    if eight_bit:
+        operands += 2 * (numbers_in_linears(c, multiple_for(eight_bit)) + numbers_in_experts(c))
+    if mx:
+        operands += 4 * numbers_in_linears(c, MX_BLOCK)
     fixed = {
         "weights": state.pop("weights"),
         "gradients": 4 * parameters,
         **state,
-        "operands": 0 if precision == "fp32" else width * parameters + (2 * eight_bit + 4 * mx) * eight_bit_weights(c),
+        "operands": operands,
         "copy to verify": saved if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,

@@ -18,6 +18,7 @@ from llmtrain.storage.errors import ConfigMismatch
 DEFINES = {"defines_run": True}
 
 Precision = Literal["bf16", "fp32", "fp8", "mxfp8"]
+Fp8Scaling = Literal["tensorwise", "rowwise", "block"]
 Attention = Literal["auto", "cudnn", "cudnn-graph", "flash", "efficient", "triton", "reference"]
 
 
@@ -37,6 +38,17 @@ def _at_least(config: Any, low: float, *names: str) -> None:
             raise ValueError(f"{name} must be {low} or more, not {value}")
         if value is not None and value >= 1 << 63:
             raise ValueError(f"{name} must be below 2^63, not {value}")
+
+
+def check_fp8_scaling(config: Any) -> None:
+    """Raises ValueError for an fp8_scaling that would scale nothing."""
+    if config.fp8_scaling != "tensorwise" and config.precision != "fp8":
+        raise ValueError(f"fp8_scaling {config.fp8_scaling} is of precision fp8: precision is {config.precision}")
+
+
+def eight_bit(config: Any) -> Fp8Scaling | None:
+    """By which scales the blocks' matmuls run in eight bits, of what has `precision` and `fp8_scaling`; None: not."""
+    return config.fp8_scaling if config.precision == "fp8" else None
 
 
 @dataclass(frozen=True)
@@ -165,6 +177,9 @@ class RunConfig:
     operands of the blocks' matmuls are in eight bits, apart from attention's, routers' and those of experts' dW.
     mxfp8: bf16, but the operands of the blocks' matmuls, experts' apart, are rounded to MXFP8; that is emulated, and so
     slower, to see what it does to a loss."""
+    fp8_scaling: Fp8Scaling = field(default="tensorwise", metadata=DEFINES)
+    """With precision fp8: what shares a scale. tensorwise: all of an operand, by its largest magnitudes of the last 16
+    steps; rowwise: a row; block: 128 numbers of a row, of weights 128 x 128. Experts have one for each row always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: CUDA where there is a card."""
     attention: Attention = "auto"
@@ -200,6 +215,7 @@ class RunConfig:
         _at_least(self, 1, "max_save_failures", "rank_timeout")
         _at_least(self, 0, "verify_every", "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
+        check_fp8_scaling(self)
         if self.verify_every and not self.deterministic:
             raise ValueError(
                 f"verify_every {self.verify_every} needs --deterministic: without it a step may rightly give other bits"

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from llmtrain.kernels.attention import Backend, training_backend
-from llmtrain.kernels.fp8 import MULTIPLE
-from llmtrain.kernels.mxfp8 import BLOCK
+from llmtrain.kernels.fp8_fine import BLOCK, multiple_for, refusal
+from llmtrain.kernels.mxfp8 import BLOCK as MX_BLOCK
 from llmtrain.model.cards import Card
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
+from llmtrain.training.config import Fp8Scaling
 from llmtrain.training.step import COMPUTE_DTYPES
 
 
@@ -23,12 +24,14 @@ def pick_device(asked: str) -> torch.device:
     return torch.device(asked)
 
 
-def check_precision(precision: str, seq_len: int, device: torch.device, card: Card | None = None) -> None:
+def check_precision(
+    precision: str, fp8_scaling: Fp8Scaling, seq_len: int, device: torch.device, card: Card | None = None
+) -> None:
     """Raises UsageError where --precision fp8 or mxfp8 cannot be had: on this device, or on a `card` that is not here,
-    or for samples of this length, over whose tokens the gradients of weights are summed."""
-    if precision == "mxfp8" and seq_len % BLOCK:
+    with these scales, or for samples of this length, over whose tokens the gradients of weights are summed."""
+    if precision == "mxfp8" and seq_len % MX_BLOCK:
         raise UsageError(
-            f"--seq-len {seq_len} is no multiple of {BLOCK}, as --precision mxfp8 needs: change one of the two"
+            f"--seq-len {seq_len} is no multiple of {MX_BLOCK}, as --precision mxfp8 needs: change one of the two"
         )
     if precision != "fp8":
         return
@@ -38,9 +41,21 @@ def check_precision(precision: str, seq_len: int, device: torch.device, card: Ca
             f"--precision fp8: {card.name if card else device_name(device)} has no 8-bit matmuls: NVIDIA's from "
             "compute capability 8.9 on have (RTX 40 and 50, L4, L40, H100, H200, B200): give --precision bf16"
         )
-    if seq_len % MULTIPLE:
+    if seq_len % (multiple := multiple_for(fp8_scaling)):
         raise UsageError(
-            f"--seq-len {seq_len} is no multiple of {MULTIPLE}, as --precision fp8 needs: change one of the two"
+            f"--seq-len {seq_len} is no multiple of {multiple}, as --precision fp8 needs with --fp8-scaling "
+            f"{fp8_scaling}: change one of them"
+        )
+    if fp8_scaling == "tensorwise":
+        return
+    if card is None:
+        why = refusal(fp8_scaling, device)
+    else:
+        why = "those of compute capability 9 do" if fp8_scaling == BLOCK and card.capability[0] != 9 else None
+    if why is not None:
+        raise UsageError(
+            f"--fp8-scaling {fp8_scaling}: {card.name if card else device_name(device)} does not multiply so with "
+            f"torch {torch.__version__} ({why}): give --fp8-scaling tensorwise"
         )
 
 

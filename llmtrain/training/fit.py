@@ -102,6 +102,7 @@ def memory_of(config: TrainConfig, batch_size: int, attention: str, device: torc
     plan = training_memory(
         *shape,
         precision=run.precision,
+        fp8_scaling=run.fp8_scaling,
         checkpoint_activations=run.checkpoint_activations,
         attention=attention,
         device=device,

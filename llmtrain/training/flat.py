@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.kernels.fp8 import Fp8Weight, Scaling, takes
+from llmtrain.kernels.fp8_fine import FineWeight, multiple_for
 from llmtrain.kernels.fp8_grouped import Fp8Experts, experts_take
 from llmtrain.kernels.mxfp8 import MxWeight
 from llmtrain.kernels.mxfp8 import takes as takes_mx
 from llmtrain.kernels.rotary import rotary_tables
 from llmtrain.model.matrices import is_hidden
 from llmtrain.model.transformer import Transformer
+from llmtrain.training.config import Fp8Scaling
 
 # Each tensor starts at a multiple of this many elements: 256 bytes in bf16, what cuBLAS and 16-byte loads want.
 ALIGNMENT = 128
@@ -58,8 +60,8 @@ class FlatParameters:
     """Takes over the parameters of `model`, which may be on the meta device: afterwards they are on `device`, zero.
 
     `with_gradients` allocates their gradients too; the compute dtype decides whether narrow copies exist, `eight_bit`
-    whether the matrices that can also get eight-bit operands, `mx` those of MXFP8. shard: which of how many parts of
-    the rows of each matrix are here; vectors are always whole.
+    by which scales the matrices that can also get eight-bit operands, if at all, `mx` whether they get those of MXFP8.
+    shard: which of how many parts of the rows of each matrix are here; vectors are always whole.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class FlatParameters:
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype = torch.float32,
         with_gradients: bool = True,
-        eight_bit: bool = False,
+        eight_bit: Fp8Scaling | None = None,
         mx: bool = False,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
@@ -100,13 +102,18 @@ class FlatParameters:
             owner, _, attribute = name.rpartition(".")
             self.parameters[name] = self._parameter(name)
             setattr(modules[owner], attribute, self.parameters[name])
-        quantised = [name for name in self.spans if name.endswith(EIGHT_BIT) and takes(self.parameters[name])]
-        self.scaling = Scaling(len(quantised), device) if eight_bit else None
-        self.eight_bit: dict[str, Fp8Weight] = {}
-        if self.scaling is not None:
-            for i, name in enumerate(quantised):
-                self.eight_bit[name] = Fp8Weight(self.parameters[name], self.scaling, i)
-                self.parameters[name].eight_bit = self.eight_bit[name]  # type: ignore[attr-defined]
+        self.eight_bit: dict[str, Fp8Weight | FineWeight] = {}
+        self.scaling: Scaling | None = None
+        """Scales that have a history: with eight_bit "tensorwise" alone."""
+        if eight_bit is not None:
+            multiple = multiple_for(eight_bit)
+            names = [x for x in self.spans if x.endswith(EIGHT_BIT) and takes(self.parameters[x], multiple)]
+            if eight_bit == "tensorwise":
+                self.scaling = Scaling(len(names), device)
+            for i, name in enumerate(names):
+                weight = self.parameters[name]
+                one = FineWeight(weight, eight_bit) if self.scaling is None else Fp8Weight(weight, self.scaling, i)
+                self.eight_bit[name] = weight.eight_bit = one  # type: ignore[attr-defined]
         self.eight_bit_experts: dict[str, Fp8Experts] = {}
         for name, parameter in self.parameters.items() if eight_bit else ():
             if experts_take(parameter):
@@ -174,11 +181,16 @@ class FlatParameters:
     def refresh_eight_bit(self) -> None:
         """Rebuilds the eight-bit operands from the narrow copies: after every update."""
         if self.scaling is not None:
-            assert self.narrow is not None
-            operands = [(self.view(self.narrow, name), operands) for name, operands in self.eight_bit.items()]
-            self.scaling.quantise_weights(operands)
-            for name, experts in self.eight_bit_experts.items():
-                experts.refresh(self.view(self.narrow, name))
+            self.scaling.quantise_weights(
+                [(self._narrow(name), one) for name, one in self.eight_bit.items() if isinstance(one, Fp8Weight)]
+            )
+        for name, operands in {**self.eight_bit, **self.eight_bit_experts}.items():
+            if not isinstance(operands, Fp8Weight):
+                operands.refresh(self._narrow(name))
+
+    def _narrow(self, name: str) -> Tensor:
+        assert self.narrow is not None
+        return self.view(self.narrow, name)
 
     def grad_norm(self) -> Tensor:
         """The norm of all gradients (0-d FP64)."""

@@ -79,8 +79,8 @@ def forecast(config: TrainConfig, asked: PlanConfig) -> Forecast:
 
     config, order, missing, assumed = with_corpus(config)
     config, more = with_length(config, order, asked.total_tokens)
-    shape = config.run.precision, config.data.seq_len, device
-    devices.check_precision(*shape, elsewhere)
+    run = config.run
+    devices.check_precision(run.precision, run.fp8_scaling, config.data.seq_len, device, elsewhere)
     attention = devices.pick_attention(
         config.run.attention, config.run.precision, config.model, config.data.seq_len, device,
         config.data.document_mask, elsewhere,

@@ -12,7 +12,9 @@ from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder, parse_sources
 from llmtrain.corpus.packing import Packed
 from llmtrain.kernels.attention import Backend
+from llmtrain.kernels.fp8_fine import multiple_for
 from llmtrain.model.cards import Card, card_of
+from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import (
     causal_pairs,
     classic_flops_per_token,
@@ -21,11 +23,11 @@ from llmtrain.model.flops import (
     parameter_counts,
     rerun_flops_per_token,
 )
-from llmtrain.model.memory import MemoryPlan, hidden_elements, state_bytes
+from llmtrain.model.memory import MemoryPlan, hidden_elements, linears, state_bytes
 from llmtrain.storage.disk import free_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
-from llmtrain.training.config import TrainConfig
+from llmtrain.training.config import RunConfig, TrainConfig, eight_bit
 from llmtrain.training.fit import Room, Unit, by_part, memory_of
 from llmtrain.training.pace import Pace, time_lines, usual
 from llmtrain.training.schedule import decay_begin, learning_rate
@@ -141,7 +143,12 @@ def checkpoint_bytes(config: TrainConfig) -> int:
     return sum(state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay)).values())
 
 
-MX_WORDS = " (emulated: operands rounded to MXFP8 and multiplied in bf16)"
+PRECISION_WORDS = {
+    "mxfp8": "emulated: operands rounded to MXFP8 and multiplied in bf16",
+    "tensorwise": "a scale a tensor",
+    "rowwise": "a scale a row",
+    "block": "a scale for 128 numbers of a row, of weights 128 x 128",
+}
 
 
 def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
@@ -249,8 +256,19 @@ def model_line(config: TrainConfig) -> str:
 def device_line(config: TrainConfig, plan: Plan, device_name: str) -> str:
     run = config.run
     devices = f"{plan.ranks} x {device_name}" if plan.ranks > 1 else device_name
-    mx = MX_WORDS * (run.precision == "mxfp8")
-    return f"device      {devices}, {run.precision}{mx}" + ", deterministic" * run.deterministic
+    return f"device      {devices}, {precision_words(config.model, run)}" + ", deterministic" * run.deterministic
+
+
+def precision_words(model: ModelConfig, run: RunConfig) -> str:
+    """The precision, how it is had, and what it does not reach."""
+    scaling = eight_bit(run)
+    words = PRECISION_WORDS.get(scaling or run.precision, "")
+    if scaling:
+        matrices, multiple = linears(model), multiple_for(scaling)
+        left = sum(count for sides, count in matrices.items() if any(side % multiple for side in sides))
+        if left:
+            words += f"; {left} of {matrices.total()} MATRICES STAY IN BF16: a side is no multiple of {multiple}"
+    return run.precision + (f" ({words})" if words else "")
 
 
 def attention_line(config: TrainConfig, plan: Plan) -> str:

@@ -50,7 +50,7 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     run_dir = config.run.run_dir
     config, order, validation = world.first_goes_first(lambda: start.open_corpus(config))
     settings, data = config.run, config.data
-    devices.check_precision(settings.precision, data.seq_len, device)
+    devices.check_precision(settings.precision, settings.fp8_scaling, data.seq_len, device)
     attention = devices.pick_attention(
         settings.attention, settings.precision, config.model, data.seq_len, device, data.document_mask
     )

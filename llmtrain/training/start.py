@@ -25,7 +25,7 @@ from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, LlmtrainError, UsageError, write_error
 from llmtrain.storage.manifest import sha256_file
 from llmtrain.training import checkpoint, devices, fit, origin
-from llmtrain.training.config import TrainConfig, refuse_another_run, to_tables, to_toml
+from llmtrain.training.config import TrainConfig, eight_bit, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
@@ -275,7 +275,7 @@ def start(
     with fit.or_refused(config, attention.name, device, room):
         precision = config.run.precision
         flat = FlatParameters(
-            model, device, COMPUTE_DTYPES[precision], eight_bit=precision == "fp8", mx=precision == "mxfp8"
+            model, device, COMPUTE_DTYPES[precision], eight_bit=eight_bit(config.run), mx=precision == "mxfp8"
         )
         optimizer = optimizer_of(flat, config.optimizer, config.model)
     parts = (model, flat, optimizer, attention, device, room)

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmtrain.kernels.cross_entropy import IGNORED
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.transformer import Transformer
-from llmtrain.training.config import OptimizerConfig
+from llmtrain.training.config import Fp8Scaling, OptimizerConfig
 from llmtrain.training.fit import out_of_memory
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
@@ -80,6 +80,7 @@ class TrainStep:
         batch_size: int,
         seq_len: int,
         precision: str = "bf16",
+        fp8_scaling: Fp8Scaling = "tensorwise",
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         seed: int = 0,
@@ -87,7 +88,8 @@ class TrainStep:
         checkpoint_activations: CheckpointActivations = "none",
         document_mask: bool = False,
     ) -> "TrainStep":
-        """A step on freshly initialised weights. precision: "bf16", "fp8", "mxfp8", "fp32" or (to check them) "fp64".
+        """A step on freshly initialised weights. precision: "bf16", "fp8", "mxfp8", "fp32" or (to check them) "fp64";
+        fp8_scaling: as in RunConfig.
 
         capture: None means on CUDA only.
         """
@@ -98,8 +100,9 @@ class TrainStep:
         model.checkpoint_activations = checkpoint_activations
         master = torch.float64 if precision == "fp64" else torch.float32
         flat = FlatParameters(
-            model, device, dtype, master_dtype=master, eight_bit=precision == "fp8", mx=precision == "mxfp8"
-        )
+            model, device, dtype, master_dtype=master,
+            eight_bit=fp8_scaling if precision == "fp8" else None, mx=precision == "mxfp8",
+        )  # fmt: skip
         model.init_weights(seed)
         flat.refresh_narrow()
         optimizer = optimizer_of(flat, optimizer_config, model_config)
@@ -215,7 +218,7 @@ class TrainStep:
         self.last.copy_(self.optimizer.update(self.sums))
         if self.flat.scaling is not None:
             self.flat.scaling.push()
-            self.flat.refresh_eight_bit()
+        self.flat.refresh_eight_bit()
         self.flat.refresh_mx()
 
     def _warm_up(self) -> None:

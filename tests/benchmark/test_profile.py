@@ -48,6 +48,7 @@ def test_each_triton_kernel_has_a_name_of_its_own_that_says_its_part():
         "embedding": {"embedding"},
         "experts": {"routing", "swiglu forward", "swiglu backward"},
         "fp8": {"eight-bit casts"},
+        "fp8_fine": {"eight-bit casts"},
         "fp8_grouped": {"eight-bit casts"},
         "grouped": {"matmul"},
         "partials": {"rmsnorm backward"},
