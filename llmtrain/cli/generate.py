@@ -2,13 +2,18 @@
 
 import io
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.inference.config import ModelSource, PromptConfig, SamplingConfig
 from llmtrain.storage.errors import BadData, UsageError, read_error
+from llmtrain.storage.journal import JsonLines
+
+if TYPE_CHECKING:
+    from llmtrain.cli.trained import Trained
 
 EPILOG = """Example:
 
@@ -23,8 +28,8 @@ def command(given: dict[str, Any]) -> None:
 
     The text appears as it is made. Several prompts are continued in one batch and printed one after the other.
     """
-    source, sampling = build(ModelSource, given), build(SamplingConfig, given)
-    prompts = read_prompts(build(PromptConfig, given))
+    source, sampling, asked = build(ModelSource, given), build(SamplingConfig, given), build(PromptConfig, given)
+    prompts = read_prompts(asked)
 
     from llmtrain.cli.trained import load
     from llmtrain.inference.generate import generate, stream
@@ -46,17 +51,33 @@ def command(given: dict[str, Any]) -> None:
             prompts, ids, generate(trained.model, ids, sampling, tokenizer.eos_id), strict=True
         ):
             text = TextStream(tokenizer.decode, row)
-            show("".join([prompt, *map(text.push, more), text.flush(), "\n-----\n"]))
+            made = "".join([*map(text.push, more), text.flush()])
+            show(f"{prompt}{made}\n-----\n")
+            if asked.keep:
+                keep(trained, sampling, prompt, made)
         return
     show(prompts[0])
-    text, count = TextStream(tokenizer.decode, ids[0]), 0
+    text, count, made = TextStream(tokenizer.decode, ids[0]), 0, ""
     for (token,) in stream(trained.model, ids, sampling, tokenizer.eos_id):
         assert token is not None
         count += 1
-        show(text.push(token))
-    show(text.flush() + "\n")
+        piece = text.push(token)
+        made += piece
+        show(piece)
+    made += (rest := text.flush())
+    show(rest + "\n")
+    if asked.keep:
+        keep(trained, sampling, prompts[0], made)
     if count < sampling.max_new_tokens and len(ids[0]) + count > limit:
         click.echo(f"(the model's max_seq_len of {limit} tokens is reached)", err=True)
+
+
+def keep(trained: "Trained", sampling: SamplingConfig, prompt: str, text: str) -> None:
+    """A line of RUN/samples.jsonl. Raises CannotCreate, StorageFailure."""
+    s = sampling
+    how = f"temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}, seed {s.seed}"
+    with JsonLines(trained.run_dir / "samples.jsonl") as samples:
+        samples.append({"step": trained.state["step"], "prompt": prompt, "text": text, "how": how, "time": time.time()})
 
 
 def show(text: str) -> None:

@@ -37,6 +37,7 @@ COMMANDS = {
     "export": ("llmtrain.cli.export", "Write a trained model for transformers, vLLM or llama.cpp."),
     "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run holds."),
     "compare": ("llmtrain.cli.compare", "Say whether a run beats another, by more than chance."),
+    "report": ("llmtrain.cli.report", "Draw runs as one HTML page, or as pictures."),
     "verify": ("llmtrain.cli.verify", "Check all checksums of a token file, a checkpoint or a run."),
     "sweep": ("llmtrain.cli.sweep", "Measure training throughput and memory over many shapes."),
     "bench": ("llmtrain.cli.bench", "Measure a training step, take it apart by kernel, or measure one of its ops."),

@@ -20,6 +20,8 @@ class Trained:
     model: Transformer
     state: dict[str, Any]
     """state.json of its checkpoint: the step, the run's configuration."""
+    run_dir: Path
+    """That the checkpoint is of."""
     tokenizer_file: Path
     given: bool
     """Whether the tokenizer was named by a person."""
@@ -58,7 +60,7 @@ def load(source: ModelSource) -> Trained:
     else:
         model, state = _load_newest(source, device, precision)
         run_dir = source.run_dir
-    return Trained(model, state, source.tokenizer or run_dir / "tokenizer.json", source.tokenizer is not None)
+    return Trained(model, state, run_dir, source.tokenizer or run_dir / "tokenizer.json", source.tokenizer is not None)
 
 
 def _load_newest(source: ModelSource, device: torch.device, precision: str) -> tuple[Transformer, dict[str, Any]]:

@@ -31,6 +31,8 @@ class PromptConfig:
     """Text to continue; repeat it for several texts in one batch. Default: a document from its beginning."""
     prompt_file: Path | None = field(default=None, metadata={"metavar": "FILE"})
     """File whose text is continued, as it is; - for standard input."""
+    keep: bool = False
+    """Also add what is generated to RUN/samples.jsonl, from which `llmtrain report` shows it."""
 
     def __post_init__(self) -> None:
         if self.prompt and self.prompt_file is not None:

@@ -1,4 +1,4 @@
-"""What `llmtrain compare` is told."""
+"""What `llmtrain compare` and `llmtrain report` are told."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,3 +32,21 @@ class CompareConfig:
             raise ValueError(f"confidence must be between 0 and 1, not {self.confidence}")
         if self.plot is not None and self.plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"plot {self.plot} must end with .png, .svg or .pdf")
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    output: Path = field(default=Path("report.html"), metadata={"metavar": "FILE"})
+    """The page to write: one file that needs no network and no server."""
+    png: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder to write each curve to as an image too; needs the extra `plot`."""
+    png_axis: Literal["step", "tokens", "time"] = "step"
+    """What the images have across; on the page it can be chosen."""
+    points: int = 1500
+    """Points of a curve beyond which one stands for a stretch of log lines: its least, mean and greatest value."""
+
+    def __post_init__(self) -> None:
+        if not 100 <= self.points <= 100_000:
+            raise ValueError(f"points must be from 100 to 100000, not {self.points}")
+        if self.output.suffix not in (".html", ".htm"):
+            raise ValueError(f"output {self.output} must end with .html")

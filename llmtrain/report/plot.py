@@ -13,14 +13,19 @@ from llmtrain.storage import atomic
 from llmtrain.storage.errors import UsageError
 
 
-def draw(path: Path, replicates: Sequence[Curve], changed: Curve, blocks: Blocks, result: dict[str, Any]) -> None:
-    """Writes the image. Raises UsageError where matplotlib is missing, CannotCreate, StorageFailure."""
+def figure_class(option: str) -> type[Any]:
+    """matplotlib's Figure, which needs no display. Raises UsageError where it is missing, naming what asked for it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("--plot: matplotlib is missing: pip install 'llmtrain[plot]'") from None
+        raise UsageError(f"{option}: matplotlib is missing: pip install 'llmtrain[plot]'") from None
+    return Figure
+
+
+def draw(path: Path, replicates: Sequence[Curve], changed: Curve, blocks: Blocks, result: dict[str, Any]) -> None:
+    """Writes the image. Raises UsageError where matplotlib is missing, CannotCreate, StorageFailure."""
     width = float(blocks.edges[-1] - blocks.edges[-2])
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure = figure_class("--plot")(figsize=(11, 8), layout="constrained")
     panels = figure.subplots(2, 2).flatten().tolist()
     axes_of = {"tokens": "tokens", "steps": "step", "seconds": "seconds of training"}
     for axes, (name, label) in zip(panels, axes_of.items(), strict=False):

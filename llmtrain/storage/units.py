@@ -1,4 +1,4 @@
-"""Large numbers as people read them."""
+"""Large numbers, and lengths of time, as people read them."""
 
 
 def in_bytes(n: float) -> str:
@@ -18,3 +18,15 @@ def scaled(n: float, *units: str) -> str:
             return f"{n:,.2f} {unit}"
         n /= 1000
     return f"{n:,.2f} {units[-1]}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 45s, 12m30s, 3h05m, 2d04h."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    if seconds < 86400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"

@@ -54,6 +54,20 @@ def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_generated_can_be_kept_for_the_report(run_dir, capsys):
+    args = ("generate", "--run-dir", run_dir, "--max-new-tokens", "12", "--prompt", "def a(")
+    try:
+        _, one, _ = command(capsys, *args, "--keep")
+        command(capsys, *args, "--prompt", "class", "--keep", "--seed", "3")
+        command(capsys, *args)
+        kept = list(JsonLines.read(run_dir / "samples.jsonl"))
+    finally:
+        (run_dir / "samples.jsonl").unlink(missing_ok=True)
+    assert [(line["step"], line["prompt"]) for line in kept] == [(12, "def a("), (12, "def a("), (12, "class")]
+    assert kept[0]["prompt"] + kept[0]["text"] + "\n" == one and "seed 3" in kept[1]["how"]
+
+
+
 def test_a_prompt_is_continued_and_the_seed_decides_how(run_dir, capsys):
     args = ("generate", "--run-dir", run_dir, "--prompt", "def caf\u00e9(", "--max-new-tokens", "20")
     code, text, said = command(capsys, *args)
