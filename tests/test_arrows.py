@@ -12,7 +12,7 @@ ALLOWED: dict[str, set[str]] = {
     "corpus": {"storage"},
     "kernels": set(),
     "model": {"kernels"},
-    "training": {"storage", "corpus", "model", "kernels"},
+    "training": {"storage", "corpus", "model", "kernels", "report"},
     "inference": {"model", "corpus", "storage"},
     "benchmark": {"storage", "corpus", "model", "kernels", "training", "inference"},
     "report": {"storage"},

@@ -10,8 +10,9 @@ import click
 
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.cli.bench_ops import COMMANDS as OP_COMMANDS
+from llmtrain.cli.bench_ops import example
 from llmtrain.cli.options import ConfigCommand, build, config_options
-from llmtrain.cli.train import preset_path, read_tables
+from llmtrain.cli.train import complete_preset, preset_path, read_tables
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.config import DataConfig, RunConfig, of_auto
@@ -20,7 +21,7 @@ RANDOM_VOCABULARY = 16384
 """Where neither the command line nor the configuration says one: there is no token file to ask."""
 
 
-@click.group()
+@click.group(epilog=example("step --config 102m"))
 def command() -> None:
     """Measure a training step on random tokens, or one of its ops."""
 
@@ -35,6 +36,7 @@ def step_options(function: Callable[..., None]) -> Callable[..., None]:
     options: list[Callable[..., Any]] = [
         click.option(
             "--config", "preset", default="31m", show_default=True, metavar="FILE|NAME",
+            shell_complete=complete_preset,
             help="TOML file of a run, or the name of one in configs/.",
         ),
         click.option("--batch-size", type=size, help="Sequences of a micro-batch.  [default: the configuration's]"),
@@ -101,7 +103,7 @@ def show(data: dict[str, Any], markdown: str, output: Path | None) -> None:
         write_table(output, data, markdown)
 
 
-@command.command(cls=ConfigCommand)
+@command.command(cls=ConfigCommand, epilog=example("step --config 102m --batch-size 64"))
 @step_options
 def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
     """Tokens per second, MFU and peak memory of a training step."""
@@ -115,7 +117,7 @@ def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int |
     show(data, step_markdown(data), output)
 
 
-@command.command(cls=ConfigCommand)
+@command.command(cls=ConfigCommand, epilog=example("profile --config 31m"))
 @step_options
 def profile(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
     """A training step by kernel, and by part against its floor."""

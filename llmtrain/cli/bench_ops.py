@@ -18,10 +18,14 @@ from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import UsageError
 
 
+def example(words: str) -> str:
+    return f"Example:\n\n    llmtrain bench {words}\n"
+
+
 def op_command(name: str, summary: str, shapes: type, cases: str) -> click.Command:
     """A command that times the cases which llmtrain.benchmark.ops.`cases` makes of `shapes`."""
 
-    @click.command(name, cls=ConfigCommand, help=summary)
+    @click.command(name, cls=ConfigCommand, help=summary, epilog=example(f"{name} --output {name}.md"))
     @click.option(
         "--output", type=click.Path(path_type=Path), metavar="FILE",
         help="Also write the Markdown there, and its JSON to data/ beside it.",

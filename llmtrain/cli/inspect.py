@@ -19,7 +19,13 @@ EXCERPT = 160
 """Characters of a sample's text that are shown."""
 
 
-@click.command()
+EPILOG = """Example:
+
+    llmtrain inspect runs/default --step 1000
+"""
+
+
+@click.command(epilog=EPILOG)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(1), help="Of a run: the samples that this step trains on, and their text.")
 @click.option(

@@ -11,6 +11,7 @@ import sys
 import traceback
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -31,6 +32,7 @@ COMMANDS = {
     "tokenize-corpus": ("llmtrain.cli.tokenize_corpus", "Turn text files into a token file."),
     "plan": ("llmtrain.cli.plan", "Say what a run will cost before it starts, on any card."),
     "train": ("llmtrain.cli.train", "Train a language model on token files, or go on with a run."),
+    "watch": ("llmtrain.cli.watch", "Show how a run stands, and follow it."),
     "service": ("llmtrain.cli.service", "Write a systemd unit that keeps a run going."),
     "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),
     "evaluate": ("llmtrain.cli.evaluate", "Loss, perplexity and bits per byte of a model on a token file."),
@@ -41,7 +43,12 @@ COMMANDS = {
     "verify": ("llmtrain.cli.verify", "Check all checksums of a token file, a checkpoint or a run."),
     "sweep": ("llmtrain.cli.sweep", "Measure training throughput and memory over many shapes."),
     "bench": ("llmtrain.cli.bench", "Measure a training step, take it apart by kernel, or measure one of its ops."),
+    "doctor": ("llmtrain.cli.doctor", "Say what is right or wrong with this machine for a run, and what to do."),
+    "completion": ("llmtrain.cli.completion", "Print what makes bash, zsh or fish complete commands and options."),
 }
+
+COMPLETION = "_LLMTRAIN_COMPLETE"
+"""The variable by which a shell asks for completions; `llmtrain completion` prints the script that does."""
 
 
 class LazyGroup(click.Group):
@@ -56,6 +63,12 @@ class LazyGroup(click.Group):
         command = importlib.import_module(COMMANDS[name][0]).command
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -99,7 +112,7 @@ def main() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has HUP ignored
             signal.signal(number, _interrupt)
-    code = run(sys.argv[1:])
+    code = complete() if COMPLETION in os.environ else run(sys.argv[1:])
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it is done: a signal while torch is taken down must not hide the code
     sys.exit(code)
@@ -143,6 +156,16 @@ def run(args: list[str]) -> int:
             line = f"out of memory ({reason}): make the batch, the context or the model smaller"
             return report(error, line, UsageError.exit_code)
         return report(error, internal(error), InternalError.exit_code)
+
+
+def complete() -> int:
+    """Answers a shell. What it cannot be told is no completion, rather than an error in the middle of a line."""
+    from click.shell_completion import shell_complete
+
+    try:
+        return shell_complete(cli, {}, "llmtrain", COMPLETION, os.environ[COMPLETION])
+    except Exception:
+        return 1
 
 
 def out_of_memory(error: MemoryError | RuntimeError) -> bool:

@@ -10,7 +10,8 @@ A command that is configured by dataclasses reads
 `given` holds only the fields that stand on the command line, so it says by itself what a person asked for; `build` lays
 it over a table of a TOML file, and that over the defaults of the dataclass.
 
-A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`) and `metavar`.
+A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`), `metavar`, and
+`bare` (the value of the option where none stands behind it).
 """
 
 import ast
@@ -54,6 +55,9 @@ class FirstThatFits(click.ParamType):
                 continue
         self.fail(f"{value!r} is none of {self.name}.", param, ctx)
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        return [item for member in self.members for item in member.shell_complete(ctx, param, incomplete)]
+
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return f"[{self.name}]"
 
@@ -75,6 +79,8 @@ class Option:
     """`dataclasses.MISSING` where a value is required."""
     help: str
     metavar: str | None
+    bare: str | None
+    """What the option means without a value; None where it needs one."""
 
     @property
     def is_flag(self) -> bool:
@@ -95,9 +101,9 @@ def options_of(config: Any) -> tuple[Option, ...]:
         annotation, repeatable = element(hints[field.name])
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         name = field.metadata.get("option", "--" + field.name.replace("_", "-"))
-        kind, metavar = click_type(annotation), field.metadata.get("metavar")
+        kind, metavar, bare = click_type(annotation), field.metadata.get("metavar"), field.metadata.get("bare")
         help = " ".join(docs[field.name].split())
-        found.append(Option(field.name, name, kind, hints[field.name], repeatable, default, help, metavar))
+        found.append(Option(field.name, name, kind, hints[field.name], repeatable, default, help, metavar, bare))
     return tuple(found)
 
 
@@ -146,6 +152,18 @@ def click_type(annotation: Any) -> click.ParamType:
     return SCALARS[annotation]
 
 
+def names_path(option: Option) -> bool:
+    """Whether a file or folder is part of the option's value, such as NAME=PATH:WEIGHT."""
+    return "PATH" in (option.metavar or "") and not isinstance(option.kind, click.Path)
+
+
+def complete_path(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """For the shell: its own completion of file names."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
 def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Adds an option for each field of the dataclasses; the command gets `given`, a dict of the fields that stand on
     the command line.
@@ -170,6 +188,7 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
 
         for option in reversed(options):
             shown: Any = None if option.default is dataclasses.MISSING else option.default
+            more: dict[str, Any] = {} if option.bare is None else {"is_flag": False, "flag_value": option.bare}
             # The default is only shown: `build` takes it from the dataclass, below what a TOML file says.
             decorator = click.option(
                 option.declaration,
@@ -180,6 +199,8 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
                 show_default=shown not in (None, ()),
                 metavar=option.metavar,
                 help=option.help,
+                shell_complete=complete_path if names_path(option) else None,
+                **more,
             )
             command = decorator(command)
         command.configs = configs  # type: ignore[attr-defined]  # for docs/options.md

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options, options_of
-from llmtrain.cli.train import configuration, preset_path
+from llmtrain.cli.train import complete_preset, configuration, preset_path
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, UsageError, read_error, write_error
 from llmtrain.training.config import SECTIONS, TrainConfig
@@ -25,7 +25,9 @@ EPILOG = """Example:
 
 @click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option("--user/--system", "of_user", default=True, help="For systemd --user, or for the whole machine.")
-@click.option("--config", "preset", metavar="FILE|NAME", help="As of `llmtrain train`.")
+@click.option(
+    "--config", "preset", metavar="FILE|NAME", shell_complete=complete_preset, help="As of `llmtrain train`."
+)
 @config_options(ServiceConfig, *SECTIONS.values())
 def command(given: dict[str, Any], of_user: bool, preset: str | None) -> None:
     """Write a systemd unit that keeps a run going: through crashes, hangs and reboots, until it is finished.

@@ -11,6 +11,11 @@ from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import InternalError, UsageError, read_error
 
+EPILOG = """Example:
+
+    llmtrain sweep --config configs/sweep-cpu.toml --device cpu
+"""
+
 TABLES = {"sweep", "timing", "model", "rows"}
 ROW_KEYS = {"name", "batch_size", "seq_len", "accumulate", "model"}
 
@@ -48,7 +53,7 @@ def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
     return rows
 
 
-@click.command(cls=ConfigCommand)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option(
     "--config", type=click.Path(path_type=Path), default=Path("configs/sweep.toml"), show_default=True,
     help="TOML file with the rows.",

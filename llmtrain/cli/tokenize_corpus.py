@@ -8,8 +8,13 @@ import click
 from llmtrain.cli.options import build, config_options
 from llmtrain.corpus.config import TokenizeConfig
 
+EPILOG = """Example:
 
-@click.command("tokenize-corpus")
+    llmtrain tokenize-corpus --input 'data/*.jsonl.zst' --tokenizer tokenizer.json --output data/corpus.u16
+"""
+
+
+@click.command("tokenize-corpus", epilog=EPILOG)
 @config_options(TokenizeConfig)
 def command(given: dict[str, Any]) -> None:
     """Turn text files into a token file, and a share of their documents into a held-out one.

@@ -30,9 +30,17 @@ EPILOG = """Example:
 """
 
 
+def complete_preset(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+    """For the shell: the names in configs/ that fit, otherwise its own completion of file names."""
+    from click.shell_completion import CompletionItem
+
+    names = sorted(path.stem for path in Path("configs").glob("*.toml") if path.stem.startswith(incomplete))
+    return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+
+
 @click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option(
-    "--config", "preset", metavar="FILE|NAME",
+    "--config", "preset", metavar="FILE|NAME", shell_complete=complete_preset,
     help="TOML file with any of the settings, or the name of one in configs/.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint; start where there is none.")

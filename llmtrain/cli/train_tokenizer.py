@@ -7,8 +7,13 @@ import click
 from llmtrain.cli.options import build, config_options
 from llmtrain.corpus.config import TokenizerConfig
 
+EPILOG = """Example:
 
-@click.command("train-tokenizer")
+    llmtrain train-tokenizer --input data/text --vocab-size 16384 --output tokenizer.json
+"""
+
+
+@click.command("train-tokenizer", epilog=EPILOG)
 @config_options(TokenizerConfig)
 def command(given: dict[str, Any]) -> None:
     """Train a byte-level BPE tokenizer on text files."""

@@ -9,8 +9,13 @@ from llmtrain.cli.inspect_tokens import open_token_file
 from llmtrain.storage.errors import BadData, InputMissing
 from llmtrain.storage.units import in_bytes
 
+EPILOG = """Example:
 
-@click.command()
+    llmtrain verify runs/default
+"""
+
+
+@click.command(epilog=EPILOG)
 @click.argument("path", type=click.Path(path_type=Path))
 def command(path: Path) -> None:
     """Check every checksum of a token file, a checkpoint or a run directory.

@@ -42,7 +42,7 @@ def read_curve(run_dir: Path, metric: str = LM_LOSS, source: str = "") -> Curve:
     for line in JsonLines.read(path):
         if not all(type(line.get(name)) is int for name in ("step", "tokens")):
             continue
-        if line.get("kind") == "train" and _number(line.get("step_ms")):
+        if line.get("kind") == "train" and is_number(line.get("step_ms")):
             train[line["step"]] = line
         elif line.get("kind") == "eval" and isinstance(line.get("source"), str):
             evals.setdefault(line["source"], {})[line["step"]] = line
@@ -58,7 +58,7 @@ def read_curve(run_dir: Path, metric: str = LM_LOSS, source: str = "") -> Curve:
         of_source = evals[source or next(iter(evals))]
         lines = [of_source[step] for step in sorted(of_source)]
         seconds = np.interp([line["step"] for line in lines], np.append(0, steps), np.append(0.0, seconds))
-    finite = np.array([_number(line.get(metric)) for line in lines], dtype=bool)
+    finite = np.array([is_number(line.get(metric)) for line in lines], dtype=bool)
     if not finite.any():
         raise BadData(f"{path}: no {metric} in it is a finite number: name another run")
     kept = [line for line, is_finite in zip(lines, finite, strict=True) if is_finite]
@@ -71,7 +71,8 @@ def read_curve(run_dir: Path, metric: str = LM_LOSS, source: str = "") -> Curve:
     )
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a line is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

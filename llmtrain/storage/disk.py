@@ -1,10 +1,18 @@
 """Room on a disk."""
 
 import os
+from pathlib import Path
 
 from llmtrain.storage.atomic import PathLike
 from llmtrain.storage.errors import StorageFailure
 from llmtrain.storage.units import in_bytes
+
+
+def existing_folder(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    while not path.exists():
+        path = path.absolute().parent
+    return path
 
 
 def free_bytes(folder: PathLike) -> int | None:

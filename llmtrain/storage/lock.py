@@ -9,9 +9,13 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import Any
 
 from llmtrain.storage.atomic import PathLike
 from llmtrain.storage.errors import CannotCreate, ConfigMismatch, write_error
+
+BOOT_LEEWAY = 60.0
+"""Seconds that the clock may have been put right by since a boot."""
 
 _held: set[int] = set()
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -80,20 +84,40 @@ class RunLock:
             os.close(descriptor)
 
 
-def dead_holder(path: PathLike) -> int | None:
-    """The process that a lock file names, where it was one of this machine and is no more: it was killed, or it would
-    have taken its name away. The lock itself is left alone."""
+def holder(path: PathLike) -> dict[str, Any] | None:
+    """{"pid", "host", "time"} of the process that a lock file names; None where it names none. A process that was
+    killed is still named: see `is_dead`. The lock itself is left alone."""
     try:
         with open(path, "rb") as file:
-            holder = json.loads(file.read(4096))
-        pid = int(holder["pid"])
-        if holder["host"] == socket.gethostname():
-            os.kill(pid, 0)
-    except ProcessLookupError:
-        return pid
+            named = json.loads(file.read(4096))
+        return {"pid": int(named["pid"]), "host": str(named["host"]), "time": str(named["time"])}
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def is_dead(named: dict[str, Any]) -> bool:
+    """Whether the `holder` of a lock file was a process of this machine and is no more: it was killed, or it would have
+    taken its name away. What runs on another machine is not known to be dead."""
+    if named["host"] != socket.gethostname():
+        return False
+    with suppress(ValueError, AttributeError):
+        # Since a boot the number may be another process'.
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        if datetime.fromisoformat(named["time"]).timestamp() < booted - BOOT_LEEWAY:
+            return True
+    try:
+        os.kill(named["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
         pass
-    return None
+    return False
+
+
+def dead_holder(path: PathLike) -> int | None:
+    """The process that a lock file names, where it `is_dead`."""
+    named = holder(path)
+    return named["pid"] if named is not None and is_dead(named) else None
 
 
 def _write_holder(descriptor: int) -> None:

@@ -203,6 +203,14 @@ class RunConfig:
     """Saves in a row that may fail, on a full disk say, before the run ends; 1 or more."""
     log_every: int = 10
     """Steps between log lines."""
+    console: Literal["auto", "lines"] = "auto"
+    """What is shown while it trains; auto: a dashboard below the lines on a terminal, a line each log_every steps
+    elsewhere."""
+    tensorboard: bool = False
+    """Write the curves for TensorBoard too, into RUN/tensorboard; needs the extra `tensorboard`."""
+    wandb: str = field(default="", metadata={"metavar": "[PROJECT]", "bare": "llmtrain"})
+    """Project of Weights & Biases to log the curves to as well, llmtrain where none is named; needs the extra `wandb`.
+    WANDB_MODE=offline keeps them in RUN/wandb. Empty: none."""
     val_every: int = 0
     """Steps between evaluations on val_tokens; 0: only at the start and at the end."""
     val_windows: int = 256
@@ -216,6 +224,8 @@ class RunConfig:
         _at_least(self, 0, "verify_every", "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
         check_fp8_scaling(self)
+        if len(self.wandb) > 128 or set(self.wandb) & set("/\\#?%:"):
+            raise ValueError(f"wandb must be a name of at most 128 characters without /\\#?%:, not {self.wandb}")
         if self.verify_every and not self.deterministic:
             raise ValueError(
                 f"verify_every {self.verify_every} needs --deterministic: without it a step may rightly give other bits"

@@ -18,7 +18,7 @@ from llmtrain.corpus.token_file import TokenFile
 from llmtrain.model.cards import Card, card_named, card_of
 from llmtrain.model.config import CheckpointActivations
 from llmtrain.model.flops import classic_flops_per_token, parameter_counts
-from llmtrain.storage.disk import free_bytes
+from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import InputMissing, LlmtrainError, UsageError
 from llmtrain.storage.units import in_bytes
 from llmtrain.training import advice, checkpoint, devices, fit, pace, plan, start
@@ -221,7 +221,7 @@ def tokens_line(found: Forecast) -> str:
     there, wanted = token_bytes(found)
     said = [f"{in_bytes(there)} of token files are there"] * bool(there)
     if wanted:
-        folder = plan.existing_folder(next(use.path for use in found.uses if use.tokens is None))
+        folder = existing_folder(next(use.path for use in found.uses if use.tokens is None))
         free = free_bytes(folder)
         said.append(f"{in_bytes(wanted)} of token files are to come, 2 bytes a token")
         if free is not None:
@@ -293,7 +293,7 @@ def figures(found: Forecast) -> dict[str, Any]:
         "disk": {
             "checkpoint": one, "kept": kept, "in_work": in_work, "checkpoints": (kept + in_work) * one,
             "token_files": there, "token_files_to_come": wanted,
-            "free": free_bytes(plan.existing_folder(config.run.run_dir)),
+            "free": free_bytes(existing_folder(config.run.run_dir)),
         },
         "assumed": found.assumed,
         "suggestions": [dataclasses.asdict(one) for one in found.suggestions],

@@ -25,6 +25,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.said_by_others = False
+        """Whether the first signal is announced by who draws on the terminal, amid whose frame a line would be lost."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopFlag":
@@ -39,11 +41,12 @@ class StopFlag:
         if self.signal is not None:
             if number == signal.SIGHUP:
                 return
-            _write("\x1b[?25h\n" * on_terminal)  # the live line has hidden the cursor
+            _write("\n" * on_terminal)
             os._exit(128 + number)
         self.signal = number
         # What runs now, such as a micro-batch on a CPU, may take minutes.
-        _write("\n" * on_terminal + f"{self.name}: saves and stops as soon as it can; once more ends at once\n")
+        if not self.said_by_others:
+            _write("\n" * on_terminal + f"{self.words}\n")
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -52,6 +55,11 @@ class StopFlag:
     def name(self) -> str:
         """Of the signal that came, such as SIGTERM."""
         return signal.Signals(self.signal).name if self.signal is not None else "none"
+
+    @property
+    def words(self) -> str:
+        """What a person is told when the first signal comes."""
+        return f"{self.name}: saves and stops as soon as it can; once more ends at once"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

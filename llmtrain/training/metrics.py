@@ -1,27 +1,38 @@
 """What a run says: RUN/metrics.jsonl for programs, a line on the console for people."""
 
 import math
-import os
 import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
+from llmtrain.report.dashboard import frame
+from llmtrain.report.state import RUNNING, RunState, said
+from llmtrain.report.terminal import Terminal
+from llmtrain.report.trackers import Trackers
 from llmtrain.storage.errors import LlmtrainError
 from llmtrain.storage.journal import JsonLines
+from llmtrain.storage.units import duration
+from llmtrain.training.card import Card
+from llmtrain.training.lifecycle import StopFlag
 from llmtrain.training.plan import Plan
 
 MAX_HELD = 100_000
 """Lines that wait for the disk, about 600 bytes each."""
+REDRAW = 0.5
+"""Seconds between two frames of the dashboard. A frame takes some milliseconds of Python, which the training thread may
+have to wait for, at most twice a second; drawn by the loop it would be at the one moment, after the sync of a log line,
+when the device has nothing to do."""
+LAST_FRAME = 5.0
+"""Seconds that the end of a run waits for a terminal that takes nothing."""
 
 
 class Throughput:
@@ -69,51 +80,83 @@ def journal_of(run_dir: Path, rank: int) -> Path:
     return run_dir / (f"ranks/rank-{rank:05d}.jsonl" if rank else "metrics.jsonl")
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """rich would end the process with exit code 1."""
-        raise  # the BrokenPipeError that it is handling
-
-
 class RunLog:
-    """Writes RUN/metrics.jsonl and the console. On a terminal the newest train line stays in place at the bottom;
-    elsewhere each is a line of its own."""
+    """Writes RUN/metrics.jsonl and the console: lines and, on a terminal, the dashboard below them, which a thread
+    draws."""
 
     def __init__(
-        self, run_dir: Path, attempt: int, plan: Plan, console: Console | None = None, rank: int = 0
+        self,
+        run_dir: Path,
+        attempt: int,
+        plan: Plan,
+        console: Console | None = None,
+        rank: int = 0,
+        stop: StopFlag | None = None,
+        view: str = "auto",
+        card: Card | None = None,
     ) -> None:
+        """stop: whose coming the dashboard says. view: as RunConfig.console. card: whose temperature and power train
+        lines hold."""
         self.journal = JsonLines(journal_of(run_dir, rank))
         self.attempt = attempt
         self.plan = plan
+        self.state = RunState(str(run_dir), RUNNING)
+        self.trackers = Trackers()
+        self._stop, self._card = stop, card
         self._held: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self.console = console or _Console(soft_wrap=True, highlight=False, quiet=rank > 0)
-        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        if self.live:
-            self._show(lambda live: live.start())
+        self._said_lost = False
+        self._terminal = Terminal(self._frame if view == "auto" else None, console, quiet=rank > 0)
+        self._pending: deque[str] = deque()  # lines that the thread prints
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._terminal.draws:
+            for line in JsonLines.read(self.journal.path):
+                self.state.add(line)
+            if stop is not None:
+                stop.said_by_others = True
+            self._thread = threading.Thread(target=self._draw, name="dashboard", daemon=True)
+            self._thread.start()
+
+    def _frame(self, width: int, height: int, ascii_only: bool) -> Text:
+        return frame(self.state, width, height, ascii_only=ascii_only)
+
+    def _draw(self) -> None:
+        """The part of the thread. It alone writes to the terminal, which may take its time or be halted (Ctrl-S)."""
+        said_stop = False
+        while True:
+            self._wake.wait(REDRAW)
+            self._wake.clear()
+            over = self._over.is_set()
+            if self._stop and not said_stop:
+                said_stop = True
+                self._print(self._stop.words)
+            while self._pending:
+                self._print(self._pending.popleft())
+            self._terminal.draw()
+            if over:
+                return self._terminal.close()
 
     def line(self, text: str) -> None:
         """A line for people only."""
-        self._show(lambda _: self.console.print(Text(text)))
+        if self._thread is None:
+            return self._print(text)
+        self._pending.append(text)
+        self._wake.set()
 
-    def _show(self, draw: Callable[[Any], None]) -> None:
-        """The console is for whoever looks. A run goes on when nobody does any more: the terminal was closed, the
-        reader of the pipe is gone, the disk of the log is full. metrics.jsonl says so."""
-        if self.console.quiet:
-            return
-        try:
-            draw(self.live)
-        except OSError as error:
-            self.console.quiet = True
-            with suppress(OSError, ValueError):  # what is still in the buffer must not fail once more at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.write("event", 0, 0, event="console", text=f"the console is gone, nothing is printed ({error})")
+    def _print(self, text: str) -> None:
+        self._terminal.line(text)
+        if self._terminal.lost and not self._said_lost:
+            self._said_lost = True
+            text = f"the console is gone, nothing is printed ({self._terminal.lost})"
+            self.write("event", 0, 0, event="console", text=text)
 
     def write(self, kind: str, step: int, tokens: int, **fields: Any) -> None:
         """A line for programs. A disk that does not take it is no reason to end the run: the line is held until it
         does, and `sync` sees to it that no checkpoint is published without it. Raises StorageFailure where very many
         are held."""
         line = {"kind": kind, "step": step, "tokens": tokens, "time": time.time(), "attempt": self.attempt, **fields}
+        self.state.add(line)
         with self._lock:
             first = not self._held
             self._held.append(line)
@@ -141,7 +184,16 @@ class RunLog:
     def event(self, step: int, tokens: int, name: str, text: str, **fields: Any) -> None:
         """Something that happened: to both."""
         self.write("event", step, tokens, event=name, text=text, **fields)
-        self.line(f"step {step}: {text}")
+        self.line(said({"kind": "event", "step": step, "text": text}))
+
+    def evaluation(self, step: int, tokens: int, source: str, figures: dict[str, float]) -> None:
+        """An eval line: to both."""
+        self.write("eval", step, tokens, source=source, **figures)
+        self.line(said({"kind": "eval", "step": step, "source": source, **figures}))
+
+    def _say_trackers(self, trouble: list[str]) -> None:
+        for text in trouble:
+            self.event(self.state.at_step, self.state.train.get("tokens", 0), "tracker", text)
 
     def train(
         self,
@@ -161,7 +213,9 @@ class RunLog:
         hfu = rate * sum(flops) / peak if peak else None
         ppl = math.exp(min(figures["lm_loss"], 700.0))
         fields = {**figures, "ppl": ppl, "lr": lr, "epoch": epoch, "tok_per_s": rate, "mfu": mfu, "hfu": hfu}
-        self.write("train", step, tokens, **fields, tflops=achieved / 1e12, **memory())
+        of_card = self._card.now() if self._card else {}
+        self.write("train", step, tokens, **fields, tflops=achieved / 1e12, **memory(), **of_card)
+        self._say_trackers(self.trackers.trouble())
         left = (self.plan.total_samples - self.plan.samples(step)) * (tokens / max(1, self.plan.samples(step)))
         share = f"mfu {mfu:.1%}" if mfu is not None else f"{achieved / 1e12:.3g} TFLOP/s"
         text = (
@@ -169,28 +223,21 @@ class RunLog:
             f"aux {figures['aux_loss']:.4f} lr {lr:.2e} grad {figures['grad_norm']:.2f} tok/s {rate:,.0f} {share} "
             f"eta {duration(left / rate)}" + (f" skipped {figures['skipped']}" if figures["skipped"] else "")
         )
-        if self.live:
-            # Wrapped where the terminal is narrow: what is cut off at its edge would be the rate and the time left.
-            drawn = Text(text, no_wrap=False, overflow="fold")
-            self._show(lambda live: live.update(drawn, refresh=True))
-        else:
-            self.line(text)
+        if self._thread is None:
+            self._print(text)
         return text
 
     def close(self) -> None:
-        """Ends the use of both; `sync` first what must be on the disk."""
-        if self.live:
-            self._show(lambda live: live.stop())
+        """Ends the use of all of them; `sync` first what must be on the disk."""
+        with suppress(LlmtrainError):
+            self._say_trackers(self.trackers.close())
+        if self._thread is not None:
+            self._over.set()
+            self._wake.set()
+            self._thread.join(LAST_FRAME)
+            if self._stop is not None:
+                self._stop.said_by_others = False
+        self._terminal.close()
+        if self._card is not None:
+            self._card.close()
         self.journal.close()
-
-
-def duration(seconds: float) -> str:
-    """A length of time for people: 45s, 12m30s, 3h05m, 2d04h."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    if seconds < 86400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"

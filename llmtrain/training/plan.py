@@ -24,7 +24,7 @@ from llmtrain.model.flops import (
     rerun_flops_per_token,
 )
 from llmtrain.model.memory import MemoryPlan, hidden_elements, linears, state_bytes
-from llmtrain.storage.disk import free_bytes
+from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.config import RunConfig, TrainConfig, eight_bit
@@ -374,10 +374,3 @@ def corpus_lines(order: SampleOrder, total_samples: int) -> list[str]:
 def _few(number: float) -> str:
     """One decimal; below 1 two digits, so that a little is not 0.0."""
     return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
-
-
-def existing_folder(path: Path) -> Path:
-    """The nearest folder above that exists."""
-    while not path.exists():
-        path = path.absolute().parent
-    return path

@@ -9,16 +9,20 @@ import torch
 
 from llmtrain.corpus.batches import BatchStream
 from llmtrain.kernels import choice
+from llmtrain.model.flops import parameter_counts
+from llmtrain.report.trackers import Trackers, require_installed
 from llmtrain.storage.disk import require_room
 from llmtrain.storage.errors import LlmtrainError, StopRequested
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
+from llmtrain.storage.units import duration
 from llmtrain.training import checkpoint, devices, fit, start
+from llmtrain.training.card import Card
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Unit
 from llmtrain.training.health import Health
 from llmtrain.training.lifecycle import StopFlag, write_status
-from llmtrain.training.metrics import RunLog, Throughput, duration, journal_of
+from llmtrain.training.metrics import RunLog, Throughput, journal_of
 from llmtrain.training.notify import LONG, Supervisor
 from llmtrain.training.parallel import World, world_of
 from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
@@ -39,6 +43,7 @@ def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = Non
     """Trains to the end, or to a signal (StopRequested). Raises LlmtrainErrors; what can be checked before the first
     step is checked before anything is written."""
     start.check_run_dir(config.run.run_dir, resume)
+    require_installed(config.run.tensorboard, config.run.wandb)
     if config.run.deterministic:
         make_deterministic()
     with world_of(config.run, devices.pick_device) as (world, device):
@@ -81,8 +86,9 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
 def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> None:
     """Trains with a log, and leaves in status.json how it ended."""
     run_dir = run.config.run.run_dir
-    rank = run.world.rank
-    log = RunLog(run_dir, _attempt(journal_of(run_dir, rank)), plan, rank=rank)
+    rank, attempt = run.world.rank, _attempt(journal_of(run_dir, run.world.rank))
+    view, card = run.config.run.console, Card(run.device)
+    log = RunLog(run_dir, attempt, plan, rank=rank, stop=stop, view=view, card=card)
     try:
         try:
             _begin(run, plan, log)
@@ -98,14 +104,15 @@ def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> No
         # What ends the run may well be what keeps this from being written; it is the first that has to be told.
         with suppress(LlmtrainError):
             state = "stopped" if isinstance(error, StopRequested) else "failed"
-            _write_status(run, state, reason, code)
+            _write_status(run, log, state, reason, code)
             log.sync()
         raise
     finally:
         log.close()
 
 
-def _write_status(run: Started, state: str, reason: str, code: int | None = None) -> None:
+def _write_status(run: Started, log: RunLog, state: str, reason: str, code: int | None = None) -> None:
+    log.state.state = state
     if run.world.first:
         write_status(run.config.run.run_dir, state, reason, run.at_step, code)
 
@@ -125,7 +132,7 @@ def _counts(line: dict, at_step: int) -> bool:
 
 def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     """Puts the run directory in order and says the plan."""
-    at, samples = run.at_step, plan.samples(run.at_step)
+    settings, at, samples = run.config.run, run.at_step, plan.samples(run.at_step)
     notes = run.world.from_first(lambda: start.prepare_run_dir(run.config, run.order)) + run.notes
     if at < plan.total_steps:
         needed = checkpoint_bytes(run.config) + checkpoint.BESIDE_TENSORS
@@ -136,11 +143,20 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
         log.line(line)
     tokens = samples * run.config.data.seq_len
     environment = start.environment(run.device, run.attention.label())
-    log.event(at, tokens, "start", f"starts at step {at} of {plan.total_steps}", environment=environment)
+    of_run: dict[str, float] = {
+        "total_steps": plan.total_steps,
+        "total_tokens": plan.total_samples * run.config.data.seq_len,
+        "parameters": parameter_counts(run.config.model).total,
+    }
+    if run.device.type == "cuda":
+        of_run["card_gib"] = plan.room.total / 2**30
+    if run.world.first:
+        log.trackers = Trackers(settings.run_dir, log.attempt, at, settings.tensorboard, settings.wandb)
+    log.event(at, tokens, "start", f"starts at step {at} of {plan.total_steps}", environment=environment, **of_run)
     _say_trial(run, plan, log, tokens)
     for note in notes:
         log.event(at, tokens, "note", note)
-    _write_status(run, "running", f"since step {at}")
+    _write_status(run, log, "running", f"since step {at}")
 
 
 def _say_trial(run: Started, plan: Plan, log: RunLog, tokens: int) -> None:
@@ -234,8 +250,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
             if figures is None:
                 world.stop_at(run.at_step)
                 return False
-            log.write("eval", run.at_step, tokens(), source=source.name, **figures)
-            log.line(f"step {run.at_step}: {source.name} " + ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+            log.evaluation(run.at_step, tokens(), source.name, figures)
         throughput.resume()
         return True
 
@@ -250,7 +265,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
 
     def finish(text: str) -> None:
         log.line(text)
-        _write_status(run, "finished", "all steps are done", 0)
+        _write_status(run, log, "finished", "all steps are done", 0)
 
     every = settings.val_every
     if run.at_step in (0, plan.total_steps) or (every and run.at_step % every == 0):

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from llmtrain.storage.errors import StorageFailure
 from llmtrain.storage.journal import JsonLines
-from llmtrain.training.metrics import RunLog, duration
+from llmtrain.storage.units import duration
+from llmtrain.training.metrics import RunLog
 from tests.storage.processes import small_disk
 
 # 100 steps of 4 sequences of 256 tokens.
@@ -20,32 +21,40 @@ FIGURES = {"lm_loss": 6.5, "aux_loss": 0.0, "grad_norm": 1.25, "skipped": 0}
 def shown(run_dir: Path, **console) -> str:
     run_dir.mkdir()
     out = io.StringIO()
-    log = RunLog(run_dir, 1, PLAN, Console(file=out, soft_wrap=True, highlight=False, **console))
+    log = RunLog(run_dir, 1, PLAN, Console(file=out, highlight=False, **console))
+    log.event(0, 0, "start", "starts", total_steps=100, total_tokens=100 * 1024)
     log.train(25, 25 * 1024, 0.5, FIGURES, 3e-4, rate=1024.0, flops=(2e6, 0.0))
     log.close()
     return out.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_live_line_keeps_its_end_on_a_narrow_terminal(width, tmp_path):
-    text = shown(tmp_path / "run", force_terminal=True, width=width, height=30)
-    assert "epoch 0.50 step 25/100" in text and "tok/s 1,024" in text.replace("\n", "") and "eta 1m15s" in text
+def test_a_terminal_has_a_dashboard_of_its_width(width, tmp_path):
+    text = shown(tmp_path / "run", force_terminal=True, width=width, height=30, color_system=None)
+    assert "25 of 100" in text and "1,024 tok/s" in text and "25.0%" in text and "step 25/100" not in text
+    assert "step 0: starts\n" in text
+
+
+def test_a_terminal_too_small_for_a_dashboard_has_lines_only(tmp_path):
+    text = shown(tmp_path / "run", force_terminal=True, width=39, height=30, color_system=None)
+    assert "step 0: starts" in text and "╭" not in text
 
 
 def test_elsewhere_a_line_is_plain_and_whole(tmp_path):
     text = shown(tmp_path / "run", force_terminal=False, width=40)
     assert text == (
+        "step 0: starts\n"
         "epoch 0.50 step 25/100 loss 6.5000 ppl 665.14 aux 0.0000 lr 3.00e-04 grad 1.25 tok/s 1,024 0.00205 TFLOP/s "
         "eta 1m15s\n"
     )
-    (line,) = JsonLines.read(tmp_path / "run/metrics.jsonl")
+    _, line = JsonLines.read(tmp_path / "run/metrics.jsonl")
     assert (line["tok_per_s"], line["tflops"], line["mfu"]) == (1024.0, 1024 * 2e6 / 1e12, None)
 
 
 def test_lines_that_a_full_disk_does_not_take_are_held_until_it_does(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         out = io.StringIO()
-        log = RunLog(disk, 1, PLAN, Console(file=out, soft_wrap=True))
+        log = RunLog(disk, 1, PLAN, Console(file=out))
         filler = disk / "filler"
         with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
             while True:
