@@ -78,10 +78,14 @@ class Terminal:
     def shows(self, pattern: str, seconds: float = 60) -> str:
         """The screen, once it shows the pattern."""
         end = time.monotonic() + seconds
-        while not re.search(pattern, self.screen):
+        while not re.search(pattern, screen := self.screen):
             assert time.monotonic() < end, f"never shown: {pattern}\n{self.all}"
             time.sleep(0.01)
-        return self.screen
+        return screen
+
+    def frame(self, pattern: str) -> list[str]:
+        """The lines of a frame that shows the pattern, as `frame_of` has them, once it is drawn whole."""
+        return frame_of(self.shows(rf"(?s)╭[^╰]*{pattern}[^╰]*╰[^╯]*╯"))
 
 
 def frame_of(screen: str) -> list[str]:

@@ -61,17 +61,17 @@ def test_on_a_terminal_it_follows_a_run_to_its_end(columns: int, run_dir: Path):
         status(run_dir, "running")
         tty = terminal.slave
         process = subprocess.Popen(command(run_dir), stdin=tty, stdout=tty, stderr=tty, env=environment())
-        assert "running" in frame_of(terminal.shows(r"step +100"))[0]
+        assert "running" in terminal.frame(r"│ step +100")[0]
         with JsonLines(run_dir / "metrics.jsonl") as journal:
             line = {"step": 101, "tokens": 0, "time": 0.0, "attempt": 1}
             journal.append({**line, "kind": "train", "lm_loss": 1.2345, "step_ms": 1.0})
             journal.append({**line, "kind": "event", "event": "note", "text": "something has happened"})
         terminal.shows("something has happened")
-        frame = frame_of(terminal.shows(r"step +101"))
+        frame = terminal.frame(r"│ step +101")
         assert "1.2345" in "\n".join(frame)
         status(run_dir, "finished", "all steps are done")
         assert process.wait(60) == 0
-        assert "finished" in frame_of(terminal.screen)[0] and not terminal.cursor_hidden
+        assert "finished" in terminal.frame("finished")[0] and not terminal.cursor_hidden
 
 
 def test_leaving_it_is_no_error_and_leaves_the_run_alone(run_dir: Path):

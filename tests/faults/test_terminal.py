@@ -34,9 +34,7 @@ def test_the_dashboard_shows_the_run_and_the_lines_stay_above_it(columns, here, 
     name = f"dashboard {columns}"
     with Terminal(columns, 40) as terminal:
         process = start(forks, here, terminal, name, HOLDS)
-        terminal.shows(r"step +6 of 8")
-        screen = terminal.shows(r"saved +step 4")
-        frame = frame_of(screen)
+        frame = terminal.frame("held, step 6")
         assert {len(line) for line in frame} == {columns}
         text = "\n".join(frame)
         lines = [json.loads(line) for line in (here / name / "metrics.jsonl").read_text().splitlines()]
@@ -81,8 +79,9 @@ def test_the_end_of_a_run_stays_on_the_screen(here, forks, undisturbed):
     with Terminal(100, 30) as terminal:
         assert start(forks, here, terminal, "whole on a terminal").end() == 0
         screen = terminal.shows("finished: 8 steps")
-        frame = frame_of(terminal.shows("╯"))
+        frame = terminal.frame("finished")
     assert "finished" in frame[0] and any("8 of 8" in line and "100.0%" in line for line in frame), screen
+    assert any("saved step 8" in line for line in frame)
     assert result(here / "whole on a terminal") == undisturbed
 
 
