@@ -148,9 +148,10 @@ def _rows(state: RunState, now: float, width: int) -> list[Row]:
         ])))  # fmt: skip
         rows.append(("speed", _known([
             _value(train, "tok_per_s", "{:,.0f}", "tok/s"),
-            _percent(train, "mfu") or _value(train, "tflops", "{:,.3g}", "TFLOP/s"),
-            _value(train, "step_ms", "{:,.0f}" if train.get("step_ms", 0) >= 100 else "{:.1f}", "ms/step"),
+            _percent(train, "mfu"),
+            _pace(train),
             _wait(state),
+            None if is_number(train.get("mfu")) else _value(train, "tflops", "{:,.3g}", "TFLOP/s"),
         ])))  # fmt: skip
         rows.append(("rate", _known([
             _value(train, "lr", "{:.2e}", before="lr"),
@@ -180,6 +181,11 @@ def _value(line: dict, name: str, form: str, unit: str = "", before: str = "") -
 
 def _percent(line: dict, name: str) -> Text | None:
     return _figure(f"{line[name]:.1%}", before=name) if is_number(line.get(name)) else None
+
+
+def _pace(train: dict) -> Text | None:
+    ms = train.get("step_ms")
+    return _figure(f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}", "ms/step") if is_number(ms) else None
 
 
 def _wait(state: RunState) -> Text | None:

@@ -81,8 +81,9 @@ class Terminal:
 
     def close(self) -> None:
         """Ends the drawing; the last frame stays."""
-        if self._live:
-            self._try(self._live.stop)
+        live, self._live = self._live, None
+        if live:
+            self._try(live.stop)
 
     def _try(self, show: Callable[[], object]) -> None:
         if self.console.quiet:

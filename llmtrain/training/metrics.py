@@ -27,9 +27,9 @@ from llmtrain.training.plan import Plan
 
 MAX_HELD = 100_000
 """Lines that wait for the disk, about 600 bytes each."""
-REDRAW = 0.5
+REDRAW = 1.0
 """Seconds between two frames of the dashboard. A frame takes some milliseconds of Python, which the training thread may
-have to wait for, at most twice a second; drawn by the loop it would be at the one moment, after the sync of a log line,
+have to wait for, once a second; drawn by the loop it would be at the one moment, after the sync of a log line,
 when the device has nothing to do."""
 LAST_FRAME = 5.0
 """Seconds that the end of a run waits for a terminal that takes nothing."""
@@ -133,7 +133,11 @@ class RunLog:
                 self._print(self._stop.words)
             while self._pending:
                 self._print(self._pending.popleft())
-            self._terminal.draw()
+            try:
+                self._terminal.draw()
+            except Exception as error:  # a picture that cannot be drawn is no reason to fall silent
+                self._terminal.close()
+                self._print(f"the dashboard cannot be drawn ({type(error).__name__}: {error}): lines follow")
             if over:
                 return self._terminal.close()
 
@@ -223,8 +227,8 @@ class RunLog:
             f"aux {figures['aux_loss']:.4f} lr {lr:.2e} grad {figures['grad_norm']:.2f} tok/s {rate:,.0f} {share} "
             f"eta {duration(left / rate)}" + (f" skipped {figures['skipped']}" if figures["skipped"] else "")
         )
-        if self._thread is None:
-            self._print(text)
+        if not self._terminal.draws:
+            self.line(text)
         return text
 
     def close(self) -> None:
@@ -237,7 +241,6 @@ class RunLog:
             self._thread.join(LAST_FRAME)
             if self._stop is not None:
                 self._stop.said_by_others = False
-        self._terminal.close()
         if self._card is not None:
             self._card.close()
         self.journal.close()

@@ -72,9 +72,10 @@ def test_help_is_fast_and_imports_neither_torch_nor_numpy(command: str):
 
 
 @pytest.mark.parametrize("command", EVERY)
-def test_a_command_carries_its_own_name(command: str):
-    usage = run("-m", "llmtrain", *command.split(), "--help").stdout.splitlines()[0]
-    assert usage.startswith(f"Usage: llmtrain {command} ")
+def test_a_command_carries_its_own_name_and_an_example(command: str):
+    said = run("-m", "llmtrain", *command.split(), "--help").stdout
+    assert said.startswith(f"Usage: llmtrain {command} ")
+    assert f"llmtrain {command.split()[0]} " in said.partition("Example:")[2]
 
 
 def test_wrong_usage_is_one_line_and_exit_2():

@@ -78,7 +78,7 @@ def test_a_run_that_does_not_train_says_why_in_full(state):
 
 
 def test_what_is_not_known_is_left_out():
-    run = a_run(mfu=None, tflops=0.5, peak_gib=0.0, card_c=None, lm_loss=None)
+    run = a_run(mfu=None, tflops=0.5, peak_gib=0.0, card_c=None, lm_loss=None, step_ms=None)
     text = shown(run)
     assert "0.5 TFLOP/s" in text and "mfu" not in text and "GiB free" not in text and "None" not in text
     empty = shown(RunState("runs/new", STARTING))

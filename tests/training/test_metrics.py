@@ -1,4 +1,5 @@
 import io
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,23 @@ def test_a_terminal_has_a_dashboard_of_its_width(width, tmp_path):
 def test_a_terminal_too_small_for_a_dashboard_has_lines_only(tmp_path):
     text = shown(tmp_path / "run", force_terminal=True, width=39, height=30, color_system=None)
     assert "step 0: starts" in text and "╭" not in text
+
+
+def test_a_dashboard_that_cannot_be_drawn_leaves_the_lines(tmp_path, monkeypatch):
+    def broken(*arguments, **named):
+        raise KeyError("loss")
+
+    monkeypatch.setattr("llmtrain.training.metrics.frame", broken)
+    out = io.StringIO()
+    (tmp_path / "run").mkdir()
+    log = RunLog(tmp_path / "run", 1, PLAN, Console(file=out, force_terminal=True, width=200, color_system=None))
+    end = time.monotonic() + 30
+    while "cannot be drawn (KeyError: 'loss')" not in out.getvalue():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    log.train(25, 25 * 1024, 0.5, FIGURES, 3e-4, rate=1024.0, flops=(2e6, 0.0))
+    log.close()
+    assert "epoch 0.50 step 25/100" in out.getvalue()
 
 
 def test_elsewhere_a_line_is_plain_and_whole(tmp_path):
