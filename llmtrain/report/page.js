@@ -99,7 +99,7 @@
     const rough = (high - low) / wanted, size = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((n) => n * size).find((n) => n >= rough);
     const ticks = [];
-    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-6; n++) ticks.push(n * step);
+    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-6 && ticks.length < 100; n++) ticks.push(n * step);
     return ticks;
   }
 
@@ -207,6 +207,8 @@
       [low, high] = [quantile(sorted, 0.01), quantile(sorted, 0.99)];
       if (sure.length) [low, high] = [Math.min(low, quantile(sure, 0.01)), Math.max(high, quantile(sure, 0.985))];
     }
+    // A constant comes out of an average with its last bits changed.
+    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) high = low;
     if (chart.log) return low === high ? [low / 1.5, high * 1.5] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     if (low === high) return low ? [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1] : [-1, 1];
     const room = (high - low) * 0.06;

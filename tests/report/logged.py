@@ -27,7 +27,7 @@ def train_lines(steps: int, *, every: int = 10, attempt: int = 1, seed: int = 0,
             "step_ms": 98 + rng.normal(0, 1), "data_ms": abs(rng.normal(0, 0.2)), "ppl": math.exp(loss), "lr": lr,
             "epoch": step / steps, "tok_per_s": 667_000 + rng.normal(0, 4000), "mfu": 0.462 + rng.normal(0, 0.003),
             "hfu": 0.46, "tflops": 457.0, "peak_gib": 23.3, "host_rss_mib": 1500.0 + step / 100,
-            "expert_share": 0.5 + rng.normal(0, 0.01),
+            "expert_share": 0.5 + rng.normal(0, 0.01), "n_targets": 65_536.3,
         }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def report(capsys: pytest.CaptureFixture, *args: object) -> str:
 def test_one_page_holds_everything_and_names_no_address(tmp_path, capsys):
     page = tmp_path / "report.html"
     out = report(capsys, write_run(tmp_path / "run"), "--output", page)
-    assert out == f"{page}: 11 charts of run\n"
+    assert out == f"{page}: 12 charts of run\n"
     text = page.read_text()
     assert not re.search(r"(src|href)=[\"'](?!data:)|@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)", text)
     assert "default-src 'none'" in text

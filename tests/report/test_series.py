@@ -62,7 +62,7 @@ def test_what_there_is_decides_what_is_drawn(tmp_path):
     names = {c.name for c in usual}
     assert {"lr", "grad_norm", "tok_per_s", "mfu", "peak_gib"} <= names
     assert "aux_loss" not in names and "skipped" not in names  # 0 throughout
-    assert [c.name for c in more] == ["expert_share"]
+    assert [c.name for c in more] == ["expert_share", "n_targets"]
     bare = read_history(write_log(tmp_path / "bare", [{"kind": "train", "step": 1, "tokens": 9, "lm_loss": 3.0}]))
     assert [c.key for c in charts_of([bare])[0]] == ["lm_loss"]
     assert charts_of([]) == ([], [])
