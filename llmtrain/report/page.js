@@ -317,13 +317,15 @@
 
   function drawMarks(chart, plot) {
     const { area, X, x } = chart.scale, taken = new Set();
-    for (const { kind, at } of marksShown()) {
-      if (at < x[0] || at > x[1]) continue;
+    const there = marksShown().filter(({ at }) => at >= x[0] && at <= x[1]);
+    const upright = new Set(["failure", "resume", ...(chart.spec.name === "lm_loss" ? ["spike"] : [])]);
+    const few = there.filter(({ kind }) => upright.has(kind)).length <= 40;
+    for (const { kind, at } of there) {
       const px = Math.round(X(at)), key = `${kind} ${px}`;
       if (taken.has(key)) continue;
       taken.add(key);
       const stroke = `var(--mark-${kind})`;
-      if (kind === "failure" || kind === "resume" || (kind === "spike" && !chart.spec.source))
+      if (few && upright.has(kind))
         draw(plot, "path", { class: "mark line-up", stroke, fill: "none", d: `M${px} ${area.top}V${area.bottom}` });
       const shape = { save: `M${px} ${area.bottom}v-7`, resume: `M${px - 4} ${area.bottom}l4 -8l4 8z`, note: `M${px} ${area.bottom}v-4`,
         skipped: `M${px} ${area.bottom}v-11`, spike: `M${px - 4} ${area.top + 4}l4 -5l4 5l-4 5z`, failure: `M${px - 4} ${area.top}l8 8m0 -8l-8 8` }[kind];

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.report.curves import read_settings
+from llmtrain.report.follow import look
 from llmtrain.report.history import History, read_history
+from llmtrain.report.state import RunState
 from llmtrain.storage.errors import LlmtrainError
 from llmtrain.storage.journal import JsonLines
-from llmtrain.storage.lock import dead_holder
 from llmtrain.storage.manifest import read_json
 
 MOST_SAMPLES = 12
@@ -32,7 +33,7 @@ class Run:
     settings: dict[str, Any]
     """"section.name" -> value."""
     state: str
-    """running, finished, stopped, failed, gone (killed, or the machine went down) or unknown."""
+    """As `report/state.py` lists them."""
     reason: str
     environments: list[dict[str, Any]]
     """Of each attempt: versions, device and the like."""
@@ -49,28 +50,20 @@ def read_run(run_dir: Path, name: str) -> Run:
     settings: dict[str, Any] = {}
     with suppress(LlmtrainError):
         settings = read_settings(run_dir)
-    state, reason = state_of(run_dir)
+    state = RunState(name)
+    look(run_dir, state)
     starts = history.events["start"].kept if "start" in history.events else []
     environments = [one["environment"] for one in starts if isinstance(one.get("environment"), dict)]
     parameters, size = newest_checkpoint(run_dir)
-    total = next((one["total_steps"] for one in reversed(starts) if type(one.get("total_steps")) is int), None)
-    total = total or settings.get("schedule.total_steps")
+
+    def said(name: str) -> int | None:
+        return next((one[name] for one in reversed(starts) if type(one.get(name)) is int), None)
+
+    total = said("total_steps") or settings.get("schedule.total_steps")
     return Run(
-        name, run_dir, history, settings, state, reason, environments, read_samples(run_dir),
-        total if type(total) is int else None, parameters, size,
+        name, run_dir, history, settings, state.state, state.reason, environments, read_samples(run_dir),
+        total if type(total) is int else None, said("parameters") or parameters, size,
     )  # fmt: skip
-
-
-def state_of(run_dir: Path) -> tuple[str, str]:
-    """(state, reason) as status.json has them; a running one whose process is no more is gone."""
-    try:
-        status = read_json(run_dir / "status.json")
-    except LlmtrainError:
-        return "unknown", "there is no status.json that can be read"
-    state, reason = str(status.get("state")), str(status.get("reason"))
-    if state == "running" and (pid := dead_holder(run_dir / "lock")):
-        return "gone", f"process {pid} was killed or the machine went down: --resume goes on"
-    return state, reason
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int | None, int | None]:

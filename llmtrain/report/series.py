@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.report.history import Floats, History, Ints, Lines, seconds_at
+from llmtrain.report.state import TROUBLE
 
 MOST_POINTS = 1500
 """Of a curve: about as many as a wide screen has columns."""
@@ -166,8 +167,8 @@ def draw(name: str, history: History, charts: Sequence[Chart], most: int = MOST_
     return drawn
 
 
-FAILURES = ("save_failed", "mismatch", "console", "tracker")
-KINDS = {"checkpoint": "save", "start": "start", "skipped": "skipped", **dict.fromkeys(FAILURES, "failure")}
+KINDS = dict.fromkeys((*TROUBLE, "mismatch"), "failure")
+KINDS |= {"checkpoint": "save", "start": "start", "skipped": "skipped"}
 """Name of an event -> kind of its mark; others are notes."""
 
 
