@@ -189,9 +189,9 @@ def held_out_batches(
     """(ids, targets, doc_start), each (batch_size, seq_len) on `device`, of `windows` windows spread evenly over
     `file`; doc_start is None without a document mask.
 
-    In the order of the file; 0 windows means all; several ranks take the batches in turn. The last batch is filled
-    up with missing rows. Raises BadData for a
-    file shorter than a window or an id beyond the vocabulary, UsageError as `check_document_mask`.
+    In the order of the file; 0 windows means all; several ranks take the batches in turn, as many each. What there is
+    too little of is filled up with missing rows. Raises BadData for a file shorter than a window or an id beyond the
+    vocabulary, UsageError as `check_document_mask`.
     """
     order = SampleOrder([Source(file.path.name, file, 1.0)], seq_len, seed=0)
     if document_mask:
@@ -199,7 +199,8 @@ def held_out_batches(
     available = file.windows(seq_len)
     count = min(windows or available, available)
     chosen = np.arange(count) * available // count
-    for begin in range(rank * batch_size, count, ranks * batch_size):
+    for first in range(0, count, ranks * batch_size):
+        begin = first + rank * batch_size
         window = np.zeros(batch_size, np.int64)
         source = np.full(batch_size, -1)
         present = chosen[begin : begin + batch_size]

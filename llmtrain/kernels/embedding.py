@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.choice import TRITON, choose
-from llmtrain.kernels.weight import gradient_buffer, operand
+from llmtrain.kernels.weight import gradient_buffer, gradient_dtype, operand
 
 try:
     import triton
@@ -160,7 +160,9 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         buffer, overwrite = gradient_buffer(ctx.weight)
-        target = torch.zeros_like(ctx.weight) if buffer is None else buffer
+        target = buffer
+        if target is None:
+            target = torch.zeros(ctx.weight.shape, dtype=gradient_dtype(ctx.weight), device=dy.device)
         if overwrite:
             target.zero_()
         add = embedding_backward_reference

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmtrain.kernels import choice
 from llmtrain.kernels.choice import REFERENCE, TRITON, choose
-from llmtrain.kernels.weight import gradient_buffer, operand
+from llmtrain.kernels.weight import gradient_buffer, gradient_dtype, operand
 
 try:
     import triton
@@ -198,7 +198,7 @@ def deliver_grouped_product(
     where it belongs; an expert without any gets zeros. `dy_rows`, `x_rows` (M,) int32: the row of dy, of x, at each
     place, where they are not in that order themselves. Returns what autograd should get."""
     buffer, overwrite = gradient_buffer(weight)
-    out = torch.empty_like(weight) if buffer is None else buffer
+    out = torch.empty(weight.shape, dtype=gradient_dtype(weight), device=dy.device) if buffer is None else buffer
     add = buffer is not None and not overwrite
     if choose("grouped_gradient", dy) != REFERENCE:
         _grouped_gradient(dy.contiguous(), x.contiguous(), dy_rows, x_rows, ends, out, add)

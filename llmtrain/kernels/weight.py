@@ -21,6 +21,12 @@ def operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.detach().to(dtype)
 
 
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """What a gradient that goes back through autograd comes in: a narrow copy may want it wider than it is itself."""
+    wanted: torch.dtype | None = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
+    return wanted or weight.dtype
+
+
 def gradient_buffer(weight: Tensor) -> tuple[Tensor | None, bool]:
     """(preallocated gradient buffer or None, whether the caller must overwrite it). Asking claims the buffer."""
     stale = getattr(weight, "grad_stale", None)
@@ -42,14 +48,14 @@ def gradient_target(weight: Tensor) -> tuple[Tensor, bool]:
 def delivered(weight: Tensor, target: Tensor) -> Tensor | None:
     """What autograd should get of a gradient that was written to what `gradient_target` gave."""
     in_place = getattr(weight, "grad_stale", None) is not None and target is weight.grad
-    return None if in_place else target.to(weight.dtype)
+    return None if in_place else target.to(gradient_dtype(weight))
 
 
 def deliver_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
     """Puts `gradient` (the weight's shape, any float dtype) where it belongs; returns what autograd should get."""
     buffer, overwrite = gradient_buffer(weight)
     if buffer is None:
-        return gradient.to(weight.dtype)
+        return gradient.to(gradient_dtype(weight))
     if overwrite:
         buffer.copy_(gradient)
     else:
@@ -65,7 +71,10 @@ def deliver_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """
     buffer, overwrite = gradient_buffer(weight)
     if buffer is None:
-        return (dy.T @ x).to(weight.dtype)
+        dtype = gradient_dtype(weight)
+        if dy.is_cuda and dy.itemsize == 2 and dtype == torch.float32:
+            return torch.mm(dy.T, x, out_dtype=dtype)
+        return (dy.T @ x).to(dtype)
     if buffer.dtype == dy.dtype:
         if overwrite:
             torch.mm(dy.T, x, out=buffer)

@@ -25,6 +25,7 @@ from llmtrain.kernels.newton_schulz import work_elements
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.flops import parameter_counts
 from llmtrain.model.matrices import hidden_shapes
+from llmtrain.model.transformer import Transformer
 
 CUBLAS_WORKSPACE = 32 << 20
 """What torch hands to cuBLAS for a stream on Hopper; less elsewhere."""
@@ -58,11 +59,41 @@ class MemoryPlan:
         return self.peak + self.evaluation
 
 
-def state_bytes(config: ModelConfig, optimizer: str = "adamw", average: bool = False) -> dict[str, int]:
-    """What a checkpoint holds, by what it is: FP32 weights, the optimizer's moments, and with `average` their mean."""
+def state_bytes(
+    config: ModelConfig, optimizer: str = "adamw", average: bool = False, shards: int = 1
+) -> dict[str, int]:
+    """What a checkpoint holds, by what it is: FP32 weights, the optimizer's moments, and with `average` their mean; of
+    several shards one's part."""
     total = parameter_counts(config).total
     two = total - (hidden_elements(config) if optimizer == "muon" else 0)  # that have two moments, the others have one
-    return {"weights": 4 * total, "moments": 4 * (total + two), **({"average": 4 * total} if average else {})}
+    whole = {"weights": 4 * total, "moments": 4 * (total + two), **({"average": 4 * total} if average else {})}
+    return {name: _of_shard(config, size, shards) for name, size in whole.items()}
+
+
+def _of_shard(config: ModelConfig, size: int, shards: int) -> int:
+    """Of so many bytes, as many for each parameter, those that one shard has: its rows of matrices, and all vectors."""
+    if shards == 1:
+        return size
+    total, vectors = parameter_counts(config).total, matrices_gathered(config)[2]
+    return size * (-(-(total - vectors) // shards) + vectors) // total
+
+
+@functools.lru_cache(maxsize=16)
+def matrices_gathered(config: ModelConfig) -> tuple[int, int, int]:
+    """Numbers in the matrices outside of the blocks, in those of the largest block, and in all vectors."""
+    counts: Counter[str] = Counter()
+    for name, parameter in Transformer(config, device="meta").named_parameters():
+        block = name.split(".")[1] if name.startswith("layers.") else "root"
+        counts["vectors" if parameter.dim() < 2 else block] += parameter.numel()
+    blocks = [count for name, count in counts.items() if name not in ("root", "vectors")]
+    return counts["root"], max(blocks), counts["vectors"]
+
+
+def gathered_bytes(config: ModelConfig, width: int) -> int:
+    """What a shard holds of the others' weights and gradients at its peak, as `training/sharded.py` has it: operands
+    of the root and two blocks, and gradients in FP32 on their way to where they are added up. An estimate."""
+    root, block, _ = matrices_gathered(config)
+    return width * (root + 2 * block) + 4 * root + 4 * max(2 * block, root)
 
 
 def hidden_elements(config: ModelConfig) -> int:
@@ -240,10 +271,11 @@ def training_memory(
     optimizer: str = "adamw",
     average: bool = False,
     references: bool = False,
+    shards: int = 1,
 ) -> MemoryPlan:
     """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs; `verify`: with the
     copy of the state from which a step is run again; `average`: with one of the weights;
-    `references`: the other ops run as such rather than as kernels."""
+    `references`: the other ops run as such rather than as kernels; `shards`: ranks that have the model together."""
     c, n = config, batch_size * seq_len
     d, q = c.d_model, c.n_heads * c.head_dim
     eight_bit, mx = fp8_scaling if precision == "fp8" else None, precision == "mxfp8"
@@ -251,7 +283,7 @@ def training_memory(
     width = dtype.itemsize
     device = torch.device(device)
     parameters = parameter_counts(c).total
-    state = state_bytes(c, optimizer, average)
+    state = state_bytes(c, optimizer, average, shards)
     saved = sum(state.values())
     operands = 0 if precision == "fp32" else width * parameters
     if eight_bit:
@@ -260,9 +292,10 @@ def training_memory(
         operands += 4 * numbers_in_linears(c, MX_BLOCK)
     fixed = {
         "weights": state.pop("weights"),
-        "gradients": 4 * parameters,
+        "gradients": _of_shard(c, 4 * parameters, shards),
         **state,
-        "operands": operands,
+        "operands": operands if shards == 1 else 0,
+        **({"gathered": gathered_bytes(c, width)} if shards > 1 else {}),
         "copy to verify": saved if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,

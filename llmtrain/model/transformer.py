@@ -276,17 +276,20 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal matrices, norms of 1. Each tensor has its own stream, from the seed and its name, drawn on the CPU: so
-        a stage, another device and the whole model start from the same bits."""
+        """Gives all parameters their `initial_values`."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
-            into_residual = name.endswith(("attention.out.weight", ".down.weight"))
-            std = self.config.init_std / ((2 * self.config.n_layers) ** 0.5 if into_residual else 1.0)
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            parameter.copy_(self.initial_values(name, parameter.shape, seed))
+
+    def initial_values(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        """Normal matrices, norms of 1, on the CPU in FP32. Each tensor has its own stream, from the seed and its name:
+        so a stage, a shard, another device and the whole model start from the same bits."""
+        if len(shape) == 1:
+            return torch.ones(shape, device="cpu")
+        into_residual = name.endswith(("attention.out.weight", ".down.weight"))
+        std = self.config.init_std / ((2 * self.config.n_layers) ** 0.5 if into_residual else 1.0)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator)
 
     @property
     def head_weight(self) -> Tensor:

@@ -168,8 +168,12 @@ class RunConfig:
     """Device batches summed on each rank before one optimizer step."""
     global_batch_size: int | None = None
     """Sequences of one optimizer step; derives accumulate."""
-    parallel: Literal["auto", "ddp"] = "auto"
-    """How the ranks that torchrun starts share the work: ddp: each has the whole model and a part of every step."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How the ranks that torchrun starts share the work: ddp: each has the whole model and a part of every step; fsdp:
+    weights, gradients and moments are shared out too, and gathered block by block; auto: ddp where that is predicted to
+    fit each rank's memory, else fsdp."""
+    shard_ranks: int = 0
+    """With fsdp: ranks that have the model together, neighbours; the others have copies of it. 0: all ranks."""
     rank_timeout: float = 120.0
     """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
     precision: Precision = field(default="bf16", metadata=DEFINES)
@@ -221,7 +225,7 @@ class RunConfig:
         if self.batch_size != "auto":
             _at_least(self, 1, "batch_size")
         _at_least(self, 1, "max_save_failures", "rank_timeout")
-        _at_least(self, 0, "verify_every", "seed", "keep_every", "val_every", "val_windows")
+        _at_least(self, 0, "shard_ranks", "verify_every", "seed", "keep_every", "val_every", "val_windows")
         _at_least(self, 2, "keep_checkpoints")
         check_fp8_scaling(self)
         if len(self.wandb) > 128 or set(self.wandb) & set("/\\#?%:"):

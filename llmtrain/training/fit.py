@@ -46,6 +46,8 @@ class Room:
     """What there is, other processes' part included."""
     free: int
     """What this process could have taken when it began."""
+    shards: int = 1
+    """Ranks that have the model together, each with such a device."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -96,8 +98,10 @@ def _limits() -> Iterator[Room]:
             yield Room(int(limit), int(limit) - used + int(cached.split()[1]))
 
 
-def memory_of(config: TrainConfig, batch_size: int, attention: str, device: torch.device) -> MemoryPlan:
-    """The plan of a micro-batch of `batch_size` sequences; attention: the backend."""
+def memory_of(
+    config: TrainConfig, batch_size: int, attention: str, device: torch.device, shards: int = 1
+) -> MemoryPlan:
+    """The plan of a micro-batch of `batch_size` sequences; attention: the backend; shards: as Room has them."""
     run, shape = config.run, (config.model, batch_size, config.data.seq_len)
     plan = training_memory(
         *shape,
@@ -111,9 +115,10 @@ def memory_of(config: TrainConfig, batch_size: int, attention: str, device: torc
         optimizer=config.optimizer.optimizer,
         average=bool(config.optimizer.ema_decay),
         references=device.type != "cuda",
+        shards=shards,
     )
     if device.type == "cpu":
-        saved = state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay))
+        saved = state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay), shards)
         copied = sum(saved.values())
         plan = dataclasses.replace(plan, fixed={**plan.fixed, "copy for saves": copied})
     elif config.data.val_tokens:
@@ -153,7 +158,11 @@ def auto_size(config: TrainConfig, attention: str, device: torch.device, there: 
 
 def fitting(config: TrainConfig, attention: str, device: torch.device, there: Room, highest: int) -> int:
     """The largest micro-batch, at most `highest`, that is predicted to fit; 0 where none is."""
-    return largest(lambda n: needs(memory_of(config, n, attention, device), device) <= there.free, highest)
+
+    def fits(size: int) -> bool:
+        return needs(memory_of(config, size, attention, device, there.shards), device) <= there.free
+
+    return largest(fits, highest)
 
 
 def with_batch_size(config: TrainConfig, batch_size: int) -> TrainConfig:
@@ -169,7 +178,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
     MemoryTaken where it would fit if other processes held no memory of the card: that may pass.
     """
     size = config.run.micro_batch_size
-    memory = memory_of(config, size, attention, device)
+    memory = memory_of(config, size, attention, device, there.shards)
     place = "card" if device.type == "cuda" else "machine"
     asked = f"--batch-size {size} x --seq-len {config.data.seq_len}"
     unit = Unit(memory.held)
@@ -186,7 +195,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
 def smaller_ways(config: TrainConfig, attention: str, device: torch.device, there: Room) -> list[str]:
     """What to ask for in place of a micro-batch that does not fit; one at least."""
     run, size = config.run, config.run.micro_batch_size
-    memory, whole = memory_of(config, size, attention, device), config.run.sequences_per_step
+    memory, whole = memory_of(config, size, attention, device, there.shards), config.run.sequences_per_step
     if smaller := fitting(config, attention, device, there, min(whole, int(size * DOWN))):
         smaller = even(whole, smaller)
         keeps = f"a step keeps its {whole * config.data.seq_len:,} tokens"
@@ -195,7 +204,7 @@ def smaller_ways(config: TrainConfig, attention: str, device: torch.device, ther
         advice = ["make the model or --seq-len smaller"]
     for mode in ("selective", "full"):
         sparing = dataclasses.replace(config, run=dataclasses.replace(run, checkpoint_activations=mode))
-        more = memory_of(sparing, size, attention, device)
+        more = memory_of(sparing, size, attention, device, there.shards)
         if more.held < memory.held and needs(more, device) <= there.free:
             advice.append(f"keep it with --checkpoint-activations {mode}")
             break

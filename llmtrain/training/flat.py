@@ -64,6 +64,11 @@ class FlatParameters:
     shard: which of how many parts of the rows of each matrix are here; vectors are always whole.
     """
 
+    keeps_narrow = True
+    """Whether the copies in the compute dtype lie here, where that is another than the masters'."""
+    n_sharded = 0
+    """Flat elements, from the first on, whose gradients have been added up over the ranks that share the model out."""
+
     def __init__(
         self,
         model: Transformer,
@@ -93,7 +98,7 @@ class FlatParameters:
 
         self.master = torch.zeros(position, dtype=master_dtype, device=device)
         self.grad = torch.zeros_like(self.master) if with_gradients else None
-        narrow = compute_dtype != master_dtype
+        narrow = self.keeps_narrow and compute_dtype != master_dtype
         self.narrow = torch.zeros(position, dtype=compute_dtype, device=device) if narrow else None
 
         modules = dict(model.named_modules())
@@ -163,6 +168,13 @@ class FlatParameters:
             for name, span in self.spans.items()
             if stretch.begin <= span.begin and span.end <= end
         }
+
+    @torch.no_grad()
+    def init_weights(self, model: Transformer, seed: int) -> None:
+        """Fills the masters, or the rows of them that are here, with `model`'s initial values."""
+        for name, span in self.spans.items():
+            whole = model.initial_values(name, torch.Size((span.rows, *span.shape[1:])), seed)
+            self.view(self.master, name).copy_(whole[span.row : span.row + span.shape[0]])
 
     def refresh_narrow(self) -> None:
         """Rebuilds the narrow copies: after every write of the masters that is not the optimizer's own."""

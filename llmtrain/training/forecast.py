@@ -22,6 +22,7 @@ from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import InputMissing, LlmtrainError, UsageError
 from llmtrain.storage.units import in_bytes
 from llmtrain.training import advice, checkpoint, devices, fit, pace, plan, start
+from llmtrain.training.arrangement import arrange
 from llmtrain.training.config import TrainConfig, for_ranks
 from llmtrain.training.pace import Pace
 from llmtrain.training.plan import Plan, SourceUse
@@ -85,9 +86,11 @@ def forecast(config: TrainConfig, asked: PlanConfig) -> Forecast:
         config.run.attention, config.run.precision, config.model, config.data.seq_len, device,
         config.data.document_mask, elsewhere,
     )  # fmt: skip
+    parallel = arrange(config, attention.name, device, room, asked.ranks)
+    room = dataclasses.replace(room, shards=parallel.grid.shards)
     config = start.settle_batch_size(config, attention, device, room, False, asked.ranks)
     speed = expected_pace(asked, card)
-    made = plan.make_plan(config, order, device, name, attention, room, asked.ranks, speed)
+    made = plan.make_plan(config, order, device, name, attention, room, parallel, speed)
     uses = plan.source_uses(order, made.total_samples) if order else uses_of_specs(config, made, missing)
     largest: dict[str, int] = {mode: largest_of(config, mode, attention.name, device, room) for mode in MODES}
     size, mode = config.run.micro_batch_size, config.run.checkpoint_activations

@@ -12,7 +12,7 @@ Clipping scales a whole step's gradient, so here it bounds what one step adds to
 update, whose length is the rate's alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from llmtrain.kernels.newton_schulz import batch_size, orthogonalise
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.matrices import rows_of
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.flat import FlatParameters, Stretch
+from llmtrain.training.flat import FlatParameters, Span, Stretch
 from llmtrain.training.optimizer import AdamW
 
 
@@ -56,11 +56,12 @@ class Stack:
         )
 
 
-def stacks(flat: FlatParameters, config: ModelConfig) -> list[Stack]:
-    """The hidden matrices in as few stacks as their places allow: one of a kind where the layers are alike."""
+def stacks(spans: Mapping[str, Span], n_hidden: int, config: ModelConfig) -> list[Stack]:
+    """The hidden matrices, which come before flat index `n_hidden`, in as few stacks as their places allow: one of a
+    kind where the layers are alike."""
     places: dict[tuple[int, int, str], list[int]] = {}
-    for name, span in flat.spans.items():
-        if span.begin >= flat.n_hidden:
+    for name, span in spans.items():
+        if span.begin >= n_hidden:
             break
         columns, of_one = span.shape[-1], span.shape[-2] * span.shape[-1]
         above = 0
@@ -111,7 +112,8 @@ class Muon(AdamW):
         super().__init__(flat, config, first=flat.n_hidden)
         self.momentum = torch.zeros_like(flat.master[: flat.n_hidden])
         self.large = {"weight": self.large["weight"], "momentum": Stretch(0, self.momentum), **self.large}
-        self.batches = list(batches(stacks(flat, model)))
+        self.model = model
+        self.batches = self._batches()
         self.work_dtype = torch.bfloat16 if flat.master.is_cuda else flat.master.dtype
 
     def _apply(self, scale: Tensor, apply: Tensor) -> None:
@@ -127,6 +129,17 @@ class Muon(AdamW):
         g.lerp_(self.momentum, c.muon_momentum)
         lr = self.lr * (c.muon_lr / c.learning_rate) * apply
         keep = (1 - lr * c.weight_decay).to(dtype)
+        self._update_matrices(g, lr, keep)
+        if flat.narrow is not None:
+            flat.narrow[: flat.n_hidden].copy_(flat.master[: flat.n_hidden])
+
+    def _batches(self) -> list[list[Stack]]:
+        return list(batches(stacks(self.flat.spans, self.flat.n_hidden, self.model)))
+
+    def _update_matrices(self, g: Tensor, lr: Tensor, keep: Tensor) -> None:
+        """Moves the hidden matrices by what is made of g, which lies as they do, at rate `lr` (0-d FP64), after they
+        have been multiplied by `keep` (0-d)."""
+        flat, dtype = self.flat, self.flat.master.dtype
         for batch in self.batches:
             sizes = [stack.count for stack in batch]
             x = torch.empty((sum(sizes), *batch[0].sides), dtype=self.work_dtype, device=g.device)
@@ -137,10 +150,14 @@ class Muon(AdamW):
                 part.mul_((lr * max(1.0, stack.rows / stack.columns) ** 0.5).to(dtype))
                 stack.of(flat.master).mul_(keep).sub_(part)
             del x
-        if flat.narrow is not None:
-            flat.narrow[: flat.n_hidden].copy_(flat.master[: flat.n_hidden])
 
 
 def optimizer_of(flat: FlatParameters, config: OptimizerConfig, model: ModelConfig) -> AdamW:
     """The one that `config` names, for the parameters of a `model`."""
-    return Muon(flat, config, model) if config.optimizer == "muon" else AdamW(flat, config)
+    if config.optimizer != "muon":
+        return AdamW(flat, config)
+    if flat.n_sharded == 0:
+        return Muon(flat, config, model)
+    from llmtrain.training.sharded_muon import ShardedMuon  # who has one card need not wait for FSDP's import
+
+    return ShardedMuon(flat, config, model)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmtrain.storage.errors import RankLost, StopRequested, UsageError
 from llmtrain.training.config import RunConfig, world_size
@@ -46,6 +48,10 @@ class Grid:
     shards: int = 1
 
     @property
+    def ranks(self) -> int:
+        return self.stages * self.copies * self.shards
+
+    @property
     def parts(self) -> int:
         """Ranks that have the whole model together."""
         return self.stages * self.shards
@@ -64,6 +70,9 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
         self.grid = Grid(copies=size)
+        self.mesh: DeviceMesh | None = None
+        """All ranks, with a dimension for each number of the grid that is above 1."""
+        self._data: dist.ProcessGroup | None = None
         self.together = Together()
         """All ranks, for what they do together or not at all."""
         self.stopped_by = ""
@@ -83,27 +92,63 @@ class World:
     def alone(self) -> bool:
         return self.size == 1
 
-    # What is added up.
+    # How they share the work.
 
-    def add_gradients(self, *tensors: Tensor) -> None:
-        """Adds each tensor up over the ranks, in place, behind the work issued so far and before what is issued next.
-        Raises RankLost."""
-        assert self._watch is not None
-        self._watch.before_sum(tensors[0].is_cuda)
-        self._add(*tensors)
-        self._watch.after_sum(tensors[0].is_cuda)
-
-    def take_highest(self, tensor: Tensor) -> None:
-        """Raises each number to the highest of all ranks, in place; as `add_gradients`."""
+    def arrange(self, grid: Grid, device: torch.device) -> None:
+        """Takes its place in the grid, as all ranks do. Raises RankLost."""
+        self.grid = grid
+        if self.alone:
+            return
+        sizes = {"stage": grid.stages, "copy": grid.copies, "shard": grid.shards}
+        names = tuple(name for name, size in sizes.items() if size > 1)
         try:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            self.mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+            of_data = tuple(name for name in names if name != "stage")
+            if len(of_data) == 2:
+                self._data = self.mesh[of_data]._flatten("data").get_group()
+            elif of_data:
+                self._data = self.mesh.get_group(of_data[0])
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _add(self, *tensors: Tensor) -> None:
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in their "stage", "copy" or "shard" alone."""
+        assert self.mesh is not None
+        return self.mesh.get_group(name)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_ranks` parts of the data this rank takes."""
+        return self.rank % self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        return self.grid.copies * self.grid.shards
+
+    # What is added up.
+
+    def add_gradients(self, gradients: Tensor, sums: Tensor, sharded: int = 0) -> None:
+        """Adds both up over the ranks of a stage, in place, behind the work issued so far and before what is issued
+        next; of the gradients the first `sharded` elements are added up over the shards already. Raises RankLost."""
+        assert self._watch is not None
+        self._watch.before_sum(gradients.is_cuda)
+        if sharded and self.grid.copies > 1:
+            self._add(gradients[:sharded], over=self.group("copy"))
+        self._add(gradients[sharded:], sums, over=self._data)
+        self._watch.after_sum(gradients.is_cuda)
+
+    def take_highest(self, tensor: Tensor) -> None:
+        """Raises each number to the highest of the ranks of a stage, in place; as `add_gradients`."""
+        try:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, self._data)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _add(self, *tensors: Tensor, over: dist.ProcessGroup | None = None) -> None:
+        """`over`: all ranks where it is None."""
         try:
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=over)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -158,6 +203,21 @@ class World:
         if self.grid.parts == 1:
             return self.from_first(lambda: work(Together()))
         return work(self.together)
+
+    def require_shared(self, run_dir: Path) -> None:
+        """Raises UsageError where a rank does not see the folder that rank 0 has locked: checkpoints are written and
+        read by all ranks that have parts of the model."""
+        lock = run_dir / "lock"
+        of_first = self.together.by_first(lambda: lock.read_text())
+
+        def look() -> None:
+            if not lock.exists() or lock.read_text() != of_first:
+                raise UsageError(
+                    f"{run_dir}: rank {self.rank} on {socket.gethostname()} sees another folder than rank 0, but with "
+                    "parts of the model on each rank all write checkpoints: name one on a file system that they share"
+                )
+
+        self.together.each(look)
 
     def writers(self) -> Together | None:
         """Those that write checkpoints, for a thread of its own; None where this rank has no part of its own."""
@@ -242,14 +302,23 @@ class World:
     def pace(self) -> tuple[dict[str, float], str]:
         """For the train line: what ranks take for a step until they wait for the others, median and most, in ms; and
         a line that names one that is slow, where one is. Nothing on other ranks than 0."""
-        if self._watch is None or not self.first:
-            return {}, ""
+        if self._watch is None or not self.first or self.grid.parts > 1:
+            return {}, ""  # those that share a model out wait for each other all the time
         return self._watch.pace()
 
     def _lost(self, error: RuntimeError) -> RankLost:
         """The error to raise in place of one that a sum or the store has given."""
         assert self._watch is not None
-        return RankLost(self._watch.find_lost(str(error).splitlines()[0]))
+        reason, step = str(error).splitlines()[0], self._watch.step + 1
+        failed = f"the sum over the ranks failed in step {step}: {reason}: see the logs of the other ranks"
+        return RankLost(self._watch.find_lost() or failed)
+
+    def cause_of(self, error: BaseException) -> RankLost | None:
+        """The rank that is lost, where that is why `error` was met in the middle of a step; None where it is not."""
+        if self.grid.parts == 1 or self._watch is None:
+            return None
+        text = self._watch.find_lost()
+        return RankLost(text) if text else None
 
     def join(self, run: RunConfig, device: torch.device) -> None:
         """Meets the other ranks. Raises UsageError, RankLost."""

@@ -27,6 +27,7 @@ from llmtrain.model.memory import MemoryPlan, hidden_elements, linears, state_by
 from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
+from llmtrain.training.arrangement import ALONE, Arrangement
 from llmtrain.training.config import RunConfig, TrainConfig, eight_bit
 from llmtrain.training.fit import Room, Unit, by_part, memory_of
 from llmtrain.training.pace import Pace, time_lines, usual
@@ -63,8 +64,13 @@ class Plan:
     room: Room
     on_card: bool
     """Whether that is a card's."""
-    ranks: int
-    """Processes that share a step."""
+    parallel: Arrangement
+    """How the processes of the run share the work."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the data of a step."""
+        return self.parallel.grid.copies * self.parallel.grid.shards
 
     def samples(self, step: int) -> int:
         """Samples consumed after `step` steps."""
@@ -98,7 +104,7 @@ def steps_of_run(config: TrainConfig, order: SampleOrder | None) -> int:
 
 def make_plan(
     config: TrainConfig, order: SampleOrder | None, device: torch.device, device_name: str, attention: Backend,
-    room: Room, ranks: int = 1, pace: Pace | None = None,
+    room: Room, parallel: Arrangement = ALONE, pace: Pace | None = None,
 ) -> Plan:  # fmt: skip
     """Steps from total_steps, or from epochs; only the last step may be partial. order: None where the token files are
     not there, so that nothing is known of their documents; pace: by default what was measured."""
@@ -127,20 +133,21 @@ def make_plan(
         flops_per_token=flops(pairs)[0],
         pairs_per_token=pairs,
         flops=flops,
-        peak_flops=card.bf16 * ranks if card else None,
+        peak_flops=card.bf16 * parallel.grid.ranks if card else None,
         card=card,
         pace=pace,
         attention=attention,
-        memory=memory_of(config, config.run.micro_batch_size, attention.name, device),
+        memory=memory_of(config, config.run.micro_batch_size, attention.name, device, room.shards),
         room=room,
         on_card=device.type == "cuda",
-        ranks=ranks,
+        parallel=parallel,
     )
 
 
-def checkpoint_bytes(config: TrainConfig) -> int:
-    """Masters and moments in FP32; headers and state.json are small beside them."""
-    return sum(state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay)).values())
+def checkpoint_bytes(config: TrainConfig, shards: int = 1) -> int:
+    """Masters and moments in FP32, of several shards one's; headers and state.json are small beside them."""
+    optimizer = config.optimizer
+    return sum(state_bytes(config.model, optimizer.optimizer, bool(optimizer.ema_decay), shards).values())
 
 
 PRECISION_WORDS = {
@@ -229,6 +236,7 @@ def describe(
     return [
         model_line(config),
         device_line(config, plan, device_name),
+        *([f"parallel    {plan.parallel.line()}"] if plan.parallel.mode else []),
         attention_line(config, plan),
         step_line(config, plan),
         run_line(config, plan, order),
@@ -236,11 +244,13 @@ def describe(
         schedule_line(config, plan.total_steps),
         *(corpus_lines(order, plan.total_samples) if order else []),
         *memory_lines(plan.memory, plan.room, plan.on_card),
-        f"saving      {in_bytes(checkpoint_bytes(config))} of {'pinned' if plan.on_card else 'more'} host memory "
-        "hold what is written while training goes on",
+        f"saving      {in_bytes(checkpoint_bytes(config, plan.room.shards))} of "
+        f"{'pinned' if plan.on_card else 'more'} host memory hold what is written while training goes on",
         disk_line(config, plan.total_steps, checkpoints, free),
         cost_line(config, plan),
-        *time_lines(plan.pace, plan.flops_per_token * total_tokens, plan.ranks, plan.card, total_tokens),
+        *time_lines(
+            plan.pace, plan.flops_per_token * total_tokens, plan.parallel.grid.ranks, plan.card, total_tokens
+        ),
     ]
 
 
@@ -255,7 +265,8 @@ def model_line(config: TrainConfig) -> str:
 
 def device_line(config: TrainConfig, plan: Plan, device_name: str) -> str:
     run = config.run
-    devices = f"{plan.ranks} x {device_name}" if plan.ranks > 1 else device_name
+    ranks = plan.parallel.grid.ranks
+    devices = f"{ranks} x {device_name}" if ranks > 1 else device_name
     return f"device      {devices}, {precision_words(config.model, run)}" + ", deterministic" * run.deterministic
 
 

@@ -1,5 +1,6 @@
 """The run, from the plan to the last checkpoint: read `loop` from top to bottom."""
 
+import dataclasses
 import time
 from collections.abc import Container
 from contextlib import nullcontext, suppress
@@ -17,6 +18,7 @@ from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
 from llmtrain.storage.units import duration
 from llmtrain.training import checkpoint, devices, fit, start
+from llmtrain.training.arrangement import arrange
 from llmtrain.training.card import Card
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Unit
@@ -60,9 +62,12 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
         settings.attention, settings.precision, config.model, data.seq_len, device, data.document_mask
     )
     room, auto = fit.room(device), settings.batch_size == "auto"
-    config = start.settle_batch_size(config, attention, device, room, resume, world.size)
+    parallel = arrange(config, attention.name, device, room, world.size, world.least)
+    world.arrange(parallel.grid, device)
+    room = dataclasses.replace(room, shards=parallel.grid.shards)
+    config = start.settle_batch_size(config, attention, device, room, resume, world.data_ranks)
     name = devices.device_name(device)
-    plan = make_plan(config, order, device, name, attention, room, world.size)
+    plan = make_plan(config, order, device, name, attention, room, parallel)
     start.check_memory(config, plan, device)
     made = start.make_folder(run_dir)
     lock = RunLock(run_dir / "lock") if world.first else nullcontext()
@@ -78,7 +83,7 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
                 start.unmake_folder(run_dir, made)
             raise
         if run.config != config:  # --batch-size auto had to go down
-            plan = make_plan(run.config, order, device, name, attention, room, world.size)
+            plan = make_plan(run.config, order, device, name, attention, room, parallel)
         world.open_log()
         _run(run, plan, stop, supervisor)
 
@@ -95,6 +100,8 @@ def _run(run: Started, plan: Plan, stop: StopFlag, supervisor: Supervisor) -> No
             loop(run, plan, log, stop, supervisor)
         except (RuntimeError, MemoryError) as error:
             if not fit.out_of_memory(error):
+                if (lost := run.world.cause_of(error)) is not None:
+                    raise lost from error
                 raise
             raise fit.ran_out(run.config, run.attention.name, run.device, plan.room, run.at_step) from error
         log.sync()
@@ -284,8 +291,8 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         batch_size=settings.micro_batch_size,
         device=run.device,
         document_mask=run.config.data.document_mask,
-        rank=world.rank,
-        ranks=world.size,
+        rank=world.data_rank,
+        ranks=world.data_ranks,
     )
     with Saver(run, plan, log) as saver, stream:
         throughput.resume()

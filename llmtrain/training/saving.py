@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmtrain.storage.errors import CannotCreate, LlmtrainError, StorageFailure
+from llmtrain.storage.errors import CannotCreate, LlmtrainError, RankLost, StorageFailure
 from llmtrain.training import checkpoint
 from llmtrain.training.lifecycle import write_status
 from llmtrain.training.metrics import RunLog
@@ -168,6 +168,9 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # An exchange in the middle of a step fails by torch's own RuntimeErrors.
+        if isinstance(error, RankLost | RuntimeError) and self._together is not None:
+            self._together.give_up()  # on the part of one that is lost
         with suppress(LlmtrainError):  # what ends the block is told, not what happens then
             self.wait()
         self._thread.shutdown()

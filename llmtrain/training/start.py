@@ -1,6 +1,7 @@
 """From a configuration to a run that is ready for its next step, or one line that says why not."""
 
 import dataclasses
+import functools
 import gc
 import os
 import time
@@ -272,19 +273,19 @@ def start(
     corpus = corpus_identity(list(order.sources))
     model = Transformer(config.model, device="meta")
     model.checkpoint_activations = config.run.checkpoint_activations
+    if world.grid.shards > 1:  # who try a step out together try the same one
+        config, auto = fit.with_batch_size(config, world.least(config.run.micro_batch_size)), False
     with fit.or_refused(config, attention.name, device, room):
-        precision = config.run.precision
-        flat = FlatParameters(
-            model, device, COMPUTE_DTYPES[precision], eight_bit=eight_bit(config.run), mx=precision == "mxfp8"
-        )
+        flat = parameters_of(config, model, device, world)
         optimizer = optimizer_of(flat, config.optimizer, config.model)
     parts = (model, flat, optimizer, attention, device, room)
-    config, train_step, trial = fitting_step(config, *parts, auto, world.size)
+    config, train_step, trial = fitting_step(config, *parts, auto, world.data_ranks)
     if (least := world.least(config.run.micro_batch_size)) < config.run.micro_batch_size:
         del train_step
         config, train_step, trial = fitting_step(fit.with_batch_size(config, least), *parts, False, world.size)
     if not world.alone:
-        train_step.add_up, train_step.take_highest = world.add_gradients, world.take_highest
+        train_step.add_up = functools.partial(world.add_gradients, sharded=flat.n_sharded)
+        train_step.take_highest = world.take_highest
 
     def check(state: dict[str, Any]) -> None:
         refuse_another_run(state["config"], config)
@@ -305,6 +306,8 @@ def start(
         together.each(lambda: begun.append(origin.begin(config, flat, optimizer, corpus, steps)))
         return begun[0]
 
+    if world.grid.parts > 1:
+        world.require_shared(config.run.run_dir)
     state, notes = world.fill(restore)
     at_step = 0
     if state is None and (config.run.init_from is not None or config.run.branch_from is not None):
@@ -315,7 +318,7 @@ def start(
             optimizer.set_counts(counts)
     elif state is None:
         flat.master.zero_()
-        model.init_weights(config.run.seed)
+        flat.init_weights(model, config.run.seed)
         optimizer.reset()
     else:
         optimizer.set_counts(state["optimizer"])
@@ -332,6 +335,18 @@ def start(
         world.copy_from_first(*(stretch.buffer for stretch in optimizer.large.values()))
     flat.refresh_narrow()
     return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, world, trial)
+
+
+def parameters_of(config: TrainConfig, model: Transformer, device: torch.device, world: World) -> FlatParameters:
+    """All parameters on `device`, or this rank's shard of them."""
+    precision = config.run.precision
+    dtype = COMPUTE_DTYPES[precision]
+    if world.grid.shards > 1:
+        from llmtrain.training.sharded import ShardedParameters  # who has one card need not wait for FSDP's import
+
+        assert world.mesh is not None
+        return ShardedParameters(model, device, dtype, world.mesh["shard"])
+    return FlatParameters(model, device, dtype, eight_bit=eight_bit(config.run), mx=precision == "mxfp8")
 
 
 def fitting_step(
@@ -356,7 +371,7 @@ def fitting_step(
             with fit.or_refused(config, attention.name, device, room):
                 data = config.data
                 step = TrainStep(model, flat, optimizer, size, data.seq_len, document_mask=data.document_mask)
-                memory = fit.memory_of(config, size, attention.name, device)
+                memory = fit.memory_of(config, size, attention.name, device, room.shards)
                 try_out(step, memory, bool(data.val_tokens))
         except LlmtrainError:
             if not auto or size == 1:

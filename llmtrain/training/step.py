@@ -61,6 +61,8 @@ class TrainStep:
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.why_not_captured: str | None = None
         self.wants_capture = device.type == "cuda" if capture is None else capture
+        if flat.n_sharded and self.wants_capture:
+            self.wants_capture, self.why_not_captured = False, "weights that are shared out are gathered as it goes"
         self.add_up: Callable[[Tensor, Tensor], None] | None = None
         """Adds the gradients and the sums up over the ranks of a run, in place, where there are several."""
         self.take_highest: Callable[[Tensor], None] | None = None
@@ -103,7 +105,7 @@ class TrainStep:
             model, device, dtype, master_dtype=master,
             eight_bit=fp8_scaling if precision == "fp8" else None, mx=precision == "mxfp8",
         )  # fmt: skip
-        model.init_weights(seed)
+        flat.init_weights(model, seed)
         flat.refresh_narrow()
         optimizer = optimizer_of(flat, optimizer_config, model_config)
         return cls(model, flat, optimizer, batch_size, seq_len, capture, document_mask)

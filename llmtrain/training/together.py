@@ -1,8 +1,9 @@
 """Ranks that do a thing together or not at all: what one of them fails at, all fail at, with the same line."""
 
 import json
+import threading
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from llmtrain.storage.errors import LlmtrainError, RankLost
 from llmtrain.training.notify import LONG
 
 T = TypeVar("T")
+LOOKS = (0.005, 0.5)
+"""Seconds between two looks for what another rank says, the first ones and the last: many ranks may ask one store."""
 
 
 class Together:
@@ -28,6 +31,11 @@ class Together:
         self.index, self.count = index, count
         self._store, self._name, self._lost = store, name, lost
         self._round = 0
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Ends what waits for the others in another thread, with RankLost."""
+        self._given_up.set()
 
     @property
     def first(self) -> bool:
@@ -74,7 +82,11 @@ class Together:
 
     def _get(self, key: str) -> dict[str, Any]:
         assert self._store is not None
-        self._store.wait([key], timedelta(seconds=LONG))
+        pause, end = LOOKS[0], time.monotonic() + LONG
+        while not self._store.check([key]):
+            if self._given_up.wait(pause) or time.monotonic() > end:
+                raise RankLost("what ranks do together was not done: another has not come to it")
+            pause = min(2 * pause, LOOKS[1])
         return json.loads(self._store.get(key))  # type: ignore[no-any-return]
 
 

@@ -36,10 +36,16 @@ def validate(
     `goes_on`, asked before each batch and at the end, said no on any rank. All ranks share the batches."""
     batches = held_out_batches(
         source.file, config.data.seq_len, config.run.micro_batch_size, config.run.val_windows, device,
-        config.data.document_mask, world.rank, world.size,
+        config.data.document_mask, world.data_rank, world.data_ranks,
     )  # fmt: skip
+
+    def all_go_on() -> bool:
+        """Ranks that have parts of a model run a batch together or not at all."""
+        mine = goes_on()
+        return mine if world.grid.parts == 1 else not world.any(device, not mine)
+
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
-    sums = evaluate(model, itertools.takewhile(lambda _: goes_on(), batches), table)
+    sums = evaluate(model, itertools.takewhile(lambda _: all_go_on(), batches), table)
     whole = goes_on()
     nats, targets, of_bytes, broken, no_table = world.totals(
         device, sums.nats, sums.targets, sums.bytes, not whole, table is None

@@ -102,8 +102,8 @@ class Watch(threading.Thread):
                 self._log.write(f"{type(error).__name__}: {error}\n")
         self.join(2 * BEAT)
 
-    def find_lost(self, reason: str) -> str:
-        """Which rank it is that a sum has failed for: one that says so, or one whose beats have ended."""
+    def find_lost(self) -> str:
+        """Which rank it is that a sum has failed for: one that says so, or one whose beats have ended; "": none."""
         before = self._read_beats()
         end = time.monotonic() + 4 * BEAT
         while time.monotonic() < end:
@@ -113,9 +113,7 @@ class Watch(threading.Thread):
             time.sleep(BEAT / 10)
         after = self._read_beats()
         dead = [rank for rank in range(self.size) if before.get(rank) == after.get(rank)]
-        if not after or not dead:
-            return f"the sum over the ranks failed in step {self.step + 1}: {reason}: see the logs of the other ranks"
-        return f"{self._named(dead[0])} has died in step {self.step + 1}"
+        return f"{self._named(dead[0])} has died in step {self.step + 1}" if after and dead else ""
 
     # The thread's part.
 
@@ -183,6 +181,11 @@ class Watch(threading.Thread):
         behind = [rank for rank, sums in reached.items() if sums == min(reached.values())]
         where = f"for {seconds:.0f} s, in step {self.step + 1}"
         if len(behind) == len(reached):
+            # Ranks that share a model out wait for each other before the sum too.
+            self._over.wait(4 * BEAT)
+            silent = [rank for rank, beat in self._read_beats().items() if rank != self.rank and beat == beats[rank]]
+            if silent:
+                return f"{self._named(silent[0])} is dead or frozen: nobody has gone on {where}"
             return f"no rank has gone on {where}: all have reached the same sum, so see to the network between them"
         more = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
         return f"{self._named(behind[0])}{more} has not gone on {where}, and the others wait for it"

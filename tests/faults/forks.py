@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 # Nothing of torch may have run before the fork: its threads do not come along.
 SERVER = """
-import json, os, signal, sys
+import importlib, json, os, signal, sys
 import llmtrain.cli.train, llmtrain.training.run
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 from llmtrain.cli.main import main
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup it is ignored, and a run leaves that so
 
@@ -126,12 +128,18 @@ def _kill(pid: int) -> None:
 
 
 class Forks:
-    """Inside the block `start` forks processes; one at a time, each waited for with `end` before the next."""
+    """Inside the block `start` forks processes; one at a time, each waited for with `end` before the next.
+
+    imports: modules that the processes import at a price, beside those of every run."""
+
+    def __init__(self, *imports: str) -> None:
+        self._imports = imports
 
     def __enter__(self) -> "Forks":
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", SERVER, *self._imports]
         self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._latest: list[Process] = []
         return self

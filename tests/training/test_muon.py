@@ -124,7 +124,7 @@ def test_narrow_copies_follow_the_masters():
 
 def test_stacks_hold_every_hidden_matrix_once_and_few_stacks_do():
     train = build()
-    found = stacks(train.flat, MODEL)
+    found = stacks(train.flat.spans, train.flat.n_hidden, MODEL)
     assert len(found) == 7  # q, k, v, out, gate, up and down, of all layers at once
     assert Counter(s.sides for s in found for _ in range(s.count)) == hidden_shapes(MODEL)
     marks = torch.zeros_like(train.flat.master)
@@ -165,7 +165,7 @@ def test_experts_are_matrices_of_their_own():
 
     flat = FlatParameters(Model(), "cpu", torch.float32)
     assert flat.n_hidden < flat.n_decayed  # the router, whose rows are scores, is AdamW's
-    found = stacks(flat, MODEL)
+    found = stacks(flat.spans, flat.n_hidden, MODEL)
     assert found == [Stack(0, 96, 5, 6, 8), Stack(48, 96, 5, 6, 8)]
     flat.grad.normal_()
     optimizer = Muon(flat, OptimizerConfig(optimizer="muon"), MODEL)

@@ -1,0 +1,73 @@
+"""Which way the ranks of a run share the work, and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from llmtrain.storage.errors import UsageError
+from llmtrain.training.config import TrainConfig
+from llmtrain.training.fit import Room, Unit, memory_of, needs
+from llmtrain.training.parallel import Grid
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    mode: str
+    """"" of a process alone, else ddp or fsdp."""
+    grid: Grid
+    why: str
+
+    def line(self) -> str:
+        """Of the plan."""
+        grid = self.grid
+        if self.mode == "ddp":
+            return f"ddp, {grid.copies} ranks with the whole model each: {self.why}"
+        copies = f", {grid.copies} such copies" if grid.copies > 1 else ""
+        return f"fsdp, {grid.shards} ranks share out the weights{copies}, without CUDA graphs: {self.why}"
+
+
+ALONE = Arrangement("", Grid(), "")
+
+
+def arrange(
+    config: TrainConfig, attention: str, device: torch.device, room: Room, ranks: int,
+    least: Callable[[int], int] = lambda number: number,
+) -> Arrangement:  # fmt: skip
+    """The same on every rank: `least` gives the smallest of the ranks' numbers. Raises UsageError where what is asked
+    cannot be."""
+    run = config.run
+    if ranks == 1:
+        return ALONE
+    copies = Grid(copies=ranks)
+    if run.parallel == "ddp":
+        return Arrangement("ddp", copies, "as asked")
+    refused = _not_sharded(config)
+    if run.parallel == "fsdp":
+        if refused:
+            raise UsageError(f"--parallel fsdp: {refused}")
+        return Arrangement("fsdp", _shards(config, ranks), "as asked")
+    memory = memory_of(config, 1 if run.batch_size == "auto" else run.batch_size, attention, device)
+    fits = needs(memory, device) <= room.free
+    unit = Unit(memory.held)
+    taken, free = f"{unit(memory.held)} a rank", f"the {unit(room.free)} that are free"
+    if least(int(fits)):
+        return Arrangement("ddp", copies, f"it takes {taken}, which fit into {free}")
+    why = f"ddp takes {taken}, which do not fit into {free}" if fits else f"ddp takes {taken}, more than is free on all"
+    if refused:
+        return Arrangement("ddp", copies, f"{why}, but {refused}")
+    return Arrangement("fsdp", _shards(config, ranks), why)
+
+
+def _not_sharded(config: TrainConfig) -> str:
+    """What of the run fsdp does not do; "": nothing."""
+    if config.run.precision in ("fp8", "mxfp8"):
+        return f"it gathers weights in bf16 or FP32, not --precision {config.run.precision}: use bf16 or --parallel ddp"
+    return ""
+
+
+def _shards(config: TrainConfig, ranks: int) -> Grid:
+    shards = config.run.shard_ranks or ranks
+    if ranks % shards:
+        raise UsageError(f"--shard-ranks {shards} does not divide the {ranks} ranks: give a number that does, or 0")
+    return Grid(copies=ranks // shards, shards=shards)

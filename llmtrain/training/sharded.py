@@ -1,0 +1,123 @@
+"""A model whose matrices are shared out among ranks by FSDP2 (torch's `fully_shard`), each rank with some rows of all.
+
+The FP32 masters, gradients and moments of these rows lie in the same flat buffers as everything else, so the optimizer
+and checkpoints work on them as ever. A block's matrices are gathered in the compute dtype when it runs, forward and
+backward, and freed behind it; the embedding and the head, which are the root's, stay from the forward to the end of the
+backward. Gradients come in FP32 and are summed in FP32 over the ranks, micro-batch by micro-batch, as sums: nothing is
+divided here. Vectors are a thousandth of a model and FP32 in the forward too: each rank has them whole, and their
+gradients are added up once a step.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from llmtrain.model.transformer import Transformer
+from llmtrain.training.flat import FlatParameters
+
+
+class ShardedParameters(FlatParameters):
+    """Takes over the parameters of `model`, on the meta device: afterwards this rank's rows are on `device`, zero, and
+    the model is FSDP's. mesh: one-dimensional, the ranks that have the model together."""
+
+    keeps_narrow = False  # FSDP makes its own where it gathers
+
+    def __init__(
+        self,
+        model: Transformer,
+        device: torch.device | str,
+        compute_dtype: torch.dtype,
+        mesh: DeviceMesh,
+        master_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
+        )
+        vectors = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+        register_fsdp_forward_method(model, "loss")
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        super().__init__(model, device, compute_dtype, master_dtype, shard=(mesh.get_local_rank(), mesh.size()))
+        self.n_sharded = self.n_decayed
+        if compute_dtype != master_dtype:
+            # The embedding is the first of what the root has to run.
+            for module in (*model.layers.values(), *([] if model.embedding is None else [model.embedding])):
+                within = module if module is not model.embedding else model
+                module.register_forward_pre_hook(lambda _, __, within=within: _widen_gradients(within, master_dtype))
+
+    @property
+    def whole(self) -> list[str]:
+        """The parameters that every rank has whole; they lie behind the others, from `n_decayed` on."""
+        return [name for name, span in self.spans.items() if span.begin >= self.n_decayed]
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        span, shape = self.spans[name], self._shapes[name]
+        if len(shape) < 2:
+            return super()._parameter(name)
+        assert self.grad is not None
+        # FSDP gathers parts of equal size: the buffer has room for the rows that the last ranks lack.
+        rows = -(-shape[0] // self.mesh.size())
+        padded = self.master[span.begin : span.begin + rows * shape[1:].numel()].view(rows, *shape[1:])
+        parameter = nn.Parameter(self._as_shard(padded, shape))
+        parameter.grad = self._as_shard(self.view(self.grad, name), shape)  # to which FSDP adds
+        return parameter
+
+    def _as_shard(self, local: Tensor, shape: torch.Size) -> DTensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def refresh_narrow(self) -> None:
+        """Frees what is gathered, so that it is gathered anew."""
+        for unit in self._units:
+            unit.reshard()
+
+    def grad_norm(self) -> Tensor:
+        assert self.grad is not None
+        squares = torch.linalg.vector_norm(self.grad[: self.n_decayed]).double().square()
+        dist.all_reduce(squares, group=self.group)
+        return (squares + torch.linalg.vector_norm(self.grad[self.n_decayed :]).double().square()).sqrt()
+
+    def gather(self, flat: Tensor, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The whole of matrices (rows, columns) whose rows lie side by side in a flat buffer, in `dtype`."""
+        begin, shards = self.spans[names[0]].begin, self.mesh.size()
+        last = self._shapes[names[-1]]
+        end = self.spans[names[-1]].begin + -(-last[0] // shards) * last[1:].numel()
+        mine = flat[begin:end].to(dtype)
+        parts = torch.empty((shards, len(mine)), dtype=dtype, device=mine.device)
+        dist.all_gather_into_tensor(parts.view(-1), mine, group=self.group)
+        found = {}
+        for name in names:
+            shape, at = self._shapes[name], self.spans[name].begin - begin
+            rows = -(-shape[0] // shards)
+            found[name] = parts[:, at : at + rows * shape[1]].reshape(shards * rows, shape[1])[: shape[0]]
+        return found
+
+    def mark_gradients_stale(self) -> None:
+        assert self.grad is not None
+        self.grad[: self.n_decayed].zero_()
+        for name in self.whole:
+            self.parameters[name].grad_stale = True  # type: ignore[attr-defined]
+
+    def clear_unwritten_gradients(self) -> None:
+        pass  # vectors always have one
+
+
+def _widen_gradients(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gathered copies, which are narrow, get gradients in `dtype`: before the graph that makes them is built."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter.dtype != dtype:
+            wide: Any = parameter
+            wide.grad_dtype = dtype

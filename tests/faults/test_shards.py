@@ -1,0 +1,220 @@
+"""Runs whose ranks share the model out (--parallel fsdp), as real processes over gloo."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmtrain.training import checkpoint
+from tests.faults.forks import Forks
+from tests.faults.test_ranks import OPTIONS, SOON, alone, losses, status
+
+__all__ = ["alone"]
+
+AT_MOST = 180
+"""Seconds that a run of a few may take where everything else wants the machine too."""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("llmtrain.training.sharded_muon") as forks:
+        yield forks
+
+
+FSDP = (*OPTIONS, "--parallel", "fsdp")
+
+
+# Of 7 sequences, two ranks have 4 and 3, four ranks 2, 2, 2 and 1; in micro-batches of 4, two of four ranks have none.
+@pytest.mark.parametrize(("ranks", "batch_size", "shards"), [(2, 1, 0), (4, 4, 0), (4, 1, 2)])
+def test_shards_give_the_losses_of_one_process(ranks, batch_size, shards, here, forks, alone):
+    name = f"shards{ranks}x{batch_size}x{shards}"
+    options = (*FSDP, "--batch-size", batch_size, "--shard-ranks", shards, "--run-dir", name)
+    run = forks.start_ranks(here, name, ranks, *options)
+    assert run.end(AT_MOST) == [0] * ranks, [rank.err for rank in run.ranks]
+    assert losses(here / name) == pytest.approx(alone, rel=1e-6)
+    copies = ", 2 such copies" if shards else ""
+    assert f"fsdp, {shards or ranks} ranks share out the weights{copies}, without CUDA graphs: as asked" in run[0].out
+    manifest = checkpoint.read_manifest(checkpoint.folder_of(here / name, 50))
+    files = {file for file in manifest["files"] if file.startswith("model-")}
+    assert len(files) == (shards or ranks)
+
+
+ON_EACH = """
+import json, sys, torch
+from functools import partial
+from pathlib import Path
+from llmtrain.kernels.cross_entropy import IGNORED
+from llmtrain.model.config import ModelConfig
+from llmtrain.model.transformer import Transformer
+from llmtrain.training.config import OptimizerConfig, RunConfig
+from llmtrain.training.devices import pick_device
+from llmtrain.training.flat import FlatParameters
+from llmtrain.training.muon import optimizer_of
+from llmtrain.training.parallel import Grid, world_of
+from llmtrain.training.sharded import ShardedParameters
+from llmtrain.training.step import TrainStep
+
+def told_by(world, shards, model, optimizer, dtype, master, mode="none"):
+    transformer = Transformer(model, device="meta")
+    transformer.checkpoint_activations = mode
+    if world.alone:
+        flat = FlatParameters(transformer, "cpu", dtype, master)
+    else:
+        world.arrange(Grid(copies=world.size // shards, shards=shards), torch.device("cpu"))
+        flat = ShardedParameters(transformer, "cpu", dtype, world.mesh["shard"], master)
+    flat.init_weights(transformer, 0)
+    flat.refresh_narrow()
+    made = optimizer_of(flat, optimizer, model)
+    made.begin_average()
+    step = TrainStep(transformer, flat, made, 4, 12)
+    if not world.alone:
+        step.add_up = partial(world.add_gradients, sharded=flat.n_sharded)
+    told = []
+    for _ in range(STEPS):
+        generator = torch.Generator().manual_seed(0)
+        for micro in range(2):
+            ids = torch.randint(0, 61, (4, 13), generator=generator)
+            # Row i has about 12 / (i + 1) targets, so ranks have very different numbers of them, the last at times none
+            kept = torch.rand(4, 12, generator=generator) < 1 / torch.arange(1, 5)[:, None] ** 2
+            targets = torch.where(kept, ids[:, 1:], IGNORED)
+            share = 4 // world.size
+            mine = slice(world.rank * share, (world.rank + 1) * share)
+            full, wanted = torch.zeros(4, 12, dtype=torch.int64), torch.full((4, 12), IGNORED)
+            full[:share], wanted[:share] = ids[mine, :-1], targets[mine]
+            step.micro_step(full, wanted, first=micro == 0)
+        step.optimizer_step(1e-2)
+        told.append(step.metrics())
+    sums = torch.zeros(2, dtype=torch.float64)
+    for i, stretch in enumerate((made.large["weight"], made.large.get("ema"))):
+        for name, view in flat.views(stretch).items() if stretch else ():
+            if name not in flat.saved_elsewhere and world.rank < shards:
+                sums[i] += view.double().square().sum()
+    told.append(dict(zip(("weights", "average"), world.totals(torch.device("cpu"), *sums.tolist()))))
+    return told
+
+# CASES
+with world_of(RunConfig(device="cpu"), pick_device) as (world, _):
+    told = {}
+    for name, arguments in CASES.items():
+        told[name] = told_by(world, SHARDS, *arguments)
+    if world.first:
+        Path(f"each-{world.size}x{SHARDS}.json").write_text(json.dumps(told))
+sys.exit(0)
+"""
+SIZES = "d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=44, vocab_size=61, max_seq_len=12"
+EXPERTS = "moe=True, n_experts=6, moe_d_ff=16, tie_embeddings=False"
+# Rows that do not divide by 4: the vocabulary, and gate and up's.
+CASES = f"""
+wide = torch.float64, torch.float64
+CASES = {{
+    "dense": (ModelConfig({SIZES}, qk_norm=True), OptimizerConfig(ema_decay=0.9), *wide, "full"),
+    "experts": (ModelConfig({SIZES}, {EXPERTS}), OptimizerConfig(grad_clip=0.1), *wide, "selective"),
+    "muon": (ModelConfig({SIZES}, {EXPERTS}), OptimizerConfig(optimizer="muon", ema_decay=0.9), *wide),
+    "bf16": (ModelConfig({SIZES}), OptimizerConfig(), torch.bfloat16, torch.float32),
+}}
+"""
+# Newton-Schulz makes small differences larger. In bf16, gradients of fewer rows are rounded otherwise.
+TOLERANCES = {"dense": 1e-10, "experts": 1e-10, "muon": 1e-8, "bf16": 1e-2}
+
+
+def test_shards_agree_with_one_process_whatever_the_model_the_optimizer_and_the_targets(here, forks):
+    told = {}
+    for ranks, shards in ((1, 1), (2, 2), (4, 2)):
+        asked = f"STEPS, SHARDS = 8, {shards}\n{CASES}\n"
+        run = forks.start_ranks(here, "each", ranks, before=ON_EACH.replace("# CASES", asked))
+        assert run.end(AT_MOST) == [0] * ranks, [rank.err for rank in run.ranks]
+        told[ranks, shards] = json.loads((here / f"each-{ranks}x{shards}.json").read_text())
+    for case, tolerance in TOLERANCES.items():
+        one = told[1, 1][case]
+        assert one[-2]["lm_loss"] < 0.9 * one[0]["lm_loss"]
+        for size, found in told.items():
+            for at, (expected, step) in enumerate(zip(one, found[case], strict=True)):
+                if case == "bf16":
+                    step.pop("grad_norm", None)
+                    expected = {name: expected[name] for name in step}
+                assert step == pytest.approx(expected, rel=tolerance), (case, size, at)
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_way_to_share_it(here, forks, alone):
+    ways = (
+        (4, 12, ("--parallel", "fsdp")),
+        (2, 20, ("--parallel", "ddp")),
+        (1, 27, ()),
+        (2, 34, ("--parallel", "fsdp")),
+        (4, 41, ("--parallel", "fsdp", "--shard-ranks", "2")),
+    )
+    options = (*OPTIONS, "--batch-size", "2", "--run-dir", "ways")
+    for ranks, at, how in ways:
+        run = forks.start_ranks(here, "ways", ranks, *options, *how, before=SOON)
+        run[0].says(f" step {at}/50 ")
+        run[ranks - 1].send(signal.SIGTERM)
+        assert run.end(AT_MOST) == [75] + [0] * (ranks - 1), [rank.err for rank in run.ranks]
+        now = status(here / "ways")
+        assert now["state"] == "stopped" and at <= now["step"] < 50
+        assert forks.start(here, "verify", "verify", f"ways/checkpoints/step-{now['step']:08d}").end(AT_MOST) == 0
+    shown = forks.start(here, "shown", "inspect", f"ways/checkpoints/step-{now['step']:08d}")
+    assert shown.end(AT_MOST) == 0 and "optimizer-00002-of-00002.safetensors" in shown.out
+    of_one = forks.start(here, "inspect", "inspect", "alone/checkpoints/step-00000050")
+    assert of_one.end(AT_MOST) == 0 and re.search(r"[\d,]+ parameters", of_one.out)[0] in shown.out
+    run = forks.start_ranks(here, "ways", 2, *options, "--parallel", "fsdp", "--shard-ranks", "0")
+    assert run.end(AT_MOST) == [0] * 2, [rank.err for rank in run.ranks]
+    assert losses(here / "ways") == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before_and_the_run_goes_on(
+    victim, here, forks, alone
+):
+    name = f"killed{victim}"
+    options = (*FSDP, "--batch-size", "4", "--run-dir", name)
+    before = SOON + f"from llmtrain.training import pieces\nif rank == {victim}: dwell(pieces, 'write', 2, 100)\n"
+    run = forks.start_ranks(here, name, 2, *options, before=before)
+    run[victim].says("HERE")
+    run[victim].send(signal.SIGKILL)
+    codes = run.end(AT_MOST)
+    assert codes[victim] == -9 and codes[1 - victim] == 69, run[1 - victim].err
+    named = rf"rank {victim} on \S+ \(process {run[victim].pid}, "
+    words = f"{named}|the store of the ranks is gone, and with it the launcher or rank 0"  # which holds it here
+    assert re.search(named if victim else words, run[1 - victim].err)
+    folders = {path.name for path in (here / name / "checkpoints").iterdir()}
+    assert folders - {"step-00000040.partial"} == {"step-00000020"}
+    if victim == 0:
+        return
+    assert forks.start_ranks(here, name, 2, *options).end(AT_MOST) == [0, 0]
+    assert losses(here / name) == pytest.approx(alone, rel=1e-6)
+    left = [path.name for path in (here / name / "checkpoints").iterdir()]
+    assert sorted(left) == ["step-00000020", "step-00000040", "step-00000050"]
+
+
+@pytest.mark.parametrize(("signal_of", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 6)])
+def test_a_rank_lost_in_the_middle_of_a_step_is_named_and_the_run_goes_on(signal_of, timeout, here, forks, alone):
+    name = f"lost{int(signal_of)}"
+    options = (*FSDP, "--batch-size", "4", "--rank-timeout", timeout, "--run-dir", name)
+    run = forks.start_ranks(
+        here, name, 2, *options, before=SOON + "if rank == 1: dwell(step.TrainStep, 'micro_step', 40, 100)\n"
+    )
+    run[1].says("HERE")
+    run[1].send(signal_of)
+    ends = time.monotonic() + 60
+    while signal_of == signal.SIGSTOP and Path(f"/proc/{run[0].pid}").exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    run[1].kill()  # as torchrun does, 30 seconds after the first has ended
+    assert run.end(AT_MOST) == [69, -9], [rank.err for rank in run.ranks]
+    assert re.search(rf"rank 1 on \S+ \(process {run[1].pid}, .*\) (has|is) ", run[0].err), run[0].err
+    if signal_of == signal.SIGSTOP:
+        return
+    assert forks.start_ranks(here, name, 2, *options).end(AT_MOST) == [0, 0]
+    assert losses(here / name) == pytest.approx(alone, rel=1e-6)
+
+
+def test_what_shards_cannot_do_is_refused_in_a_line(here, forks):
+    for asked, words in (
+        (("--precision", "fp8"), "--precision fp8"),
+        (("--shard-ranks", "3"), "--shard-ranks 3 does not divide the 2 ranks"),
+    ):
+        run = forks.start_ranks(here, "refused", 2, *FSDP, "--batch-size", "4", "--run-dir", "refused", *asked)
+        assert run.end(AT_MOST)[0] == 2 and words in run[0].err and run[0].err.count("\n") == 1
