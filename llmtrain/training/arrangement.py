@@ -53,7 +53,7 @@ def arrange(
     taken, free = f"{unit(memory.held)} a rank", f"the {unit(room.free)} that are free"
     if least(int(fits)):
         return Arrangement("ddp", copies, f"it takes {taken}, which fit into {free}")
-    why = f"ddp takes {taken}, which do not fit into {free}" if fits else f"ddp takes {taken}, more than is free on all"
+    why = f"ddp takes {taken}, more than is free on all" if fits else f"ddp takes {taken}, which do not fit into {free}"
     if refused:
         return Arrangement("ddp", copies, f"{why}, but {refused}")
     return Arrangement("fsdp", _shards(config, ranks), why)

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from llmtrain.kernels.attention import CUDNN
+from llmtrain.kernels.weight import deliver_gradient, deliver_product
+from llmtrain.model.memory import state_bytes
+from llmtrain.storage.errors import UsageError
+from llmtrain.training.arrangement import ALONE, arrange
+from llmtrain.training.config import TrainConfig
+from llmtrain.training.fit import Room, memory_of, needs
+from llmtrain.training.parallel import Grid
+from tests.training.test_fit import CARD, asked
+
+
+def arranged(free: int, ranks: int = 4, least=lambda number: number, **run) -> tuple[str, Grid, str]:
+    found = arrange(asked(**run), CUDNN, CARD, Room(free, free), ranks, least)
+    return found.mode, found.grid, found.line() if found.mode else ""
+
+
+def needed(config: TrainConfig, shards: int = 1) -> int:
+    return needs(memory_of(config, config.run.micro_batch_size, CUDNN, CARD, shards), CARD)
+
+
+def test_auto_is_ddp_where_that_fits_every_rank_and_else_fsdp():
+    takes = needed(asked())
+    assert arrange(asked(), CUDNN, CARD, Room(takes, takes), 1) == ALONE
+    mode, grid, line = arranged(takes)
+    assert (mode, grid) == ("ddp", Grid(copies=4)) and "4 ranks with the whole model each: it takes" in line
+    mode, grid, line = arranged(takes - 1)
+    assert (mode, grid) == ("fsdp", Grid(shards=4)) and "which do not fit into" in line
+    mode, grid, line = arranged(takes, least=lambda number: 0)  # another rank has less
+    assert mode == "fsdp" and line.endswith("more than is free on all")
+    assert arranged(takes, parallel="fsdp", shard_ranks=2)[1] == Grid(copies=2, shards=2)
+    assert arranged(takes - 1, parallel="ddp")[:2] == ("ddp", Grid(copies=4))
+
+
+def test_what_shards_cannot_do_stays_with_ddp_or_is_refused():
+    mode, _, line = arranged(1, precision="fp8")
+    assert mode == "ddp" and "not --precision fp8" in line
+    with pytest.raises(UsageError, match="--precision mxfp8"):
+        arranged(1, precision="mxfp8", parallel="fsdp")
+    with pytest.raises(UsageError, match="--shard-ranks 3 does not divide the 4 ranks"):
+        arranged(1, parallel="fsdp", shard_ranks=3)
+
+
+def test_places_in_a_grid_are_all_different_and_shards_are_neighbours():
+    grid = Grid(stages=2, copies=3, shards=4)
+    places = [grid.place(rank) for rank in range(grid.ranks)]
+    assert len(set(places)) == 24 and grid.parts == 8
+    assert places[:5] == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0)]
+
+
+def test_a_shard_takes_its_part_of_what_is_saved_and_less_memory_the_more_there_are():
+    config = asked(batch_size=1)
+    whole, parts = (sum(state_bytes(config.model, shards=n).values()) for n in (1, 8))
+    assert whole <= 8 * parts < 1.01 * whole
+    taken = [needed(config, shards) for shards in (1, 2, 8, 64)]
+    assert taken == sorted(taken, reverse=True) and taken[-1] < taken[0]
+
+
+def test_a_narrow_weight_gets_a_wide_gradient_where_it_asks_for_one():
+    weight = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    dy, x = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16)
+    assert deliver_product(weight, dy, x).dtype == torch.bfloat16
+    weight.grad_dtype = torch.float32
+    assert deliver_product(weight, dy, x).dtype == torch.float32
+    exact = torch.full((3, 4), 1 + 2**-20)
+    assert torch.equal(deliver_gradient(weight, exact), exact)
