@@ -1,6 +1,7 @@
 """Markdown out of the JSON that a benchmark wrote: the only way a figure gets into docs/."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def write_table(output: Path, data: dict[str, Any], markdown: str) -> None:
         raise write_error(error, source) from error
     write_json(source, data)
     write_bytes(output, markdown.encode())
+
+
+def write_page(output: Path, data: dict[str, Any], markdown: Callable[[dict[str, Any], str], str]) -> None:
+    """Write the data and what `markdown` makes of them, given the name of their file as the page links to it."""
+    write_table(output, data, markdown(data, data_path(output).relative_to(output.parent).as_posix()))
+
+
+def read_data(output: Path | None) -> dict[str, Any]:
+    """What a page was made from before; nothing where there is no page or no name of one."""
+    source = output and data_path(output)
+    return json.loads(source.read_text()) if source and source.exists() else {}
 
 
 def marks(row: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
 
     from llmtrain.benchmark.statistics import NOISY_SPREAD
     from llmtrain.benchmark.sweep import run_sweep
-    from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_table
+    from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_page
     from llmtrain.training.devices import pick_device
 
     on_card = pick_device(timing.device).type == "cuda"
@@ -88,7 +88,7 @@ def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
         unit = " tok/s" if row["status"] == "ok" else ""
         again = " (again)" if data["replicate"] else ""
         click.echo(f"{len(data['rows'])}/{data['planned']}  {cells[0]}{again}: {cells[1]}{unit} {cells[-1]}".rstrip())
-        write_table(output, data, sweep_markdown(data, data_path(output).relative_to(output.parent).as_posix()))
+        write_page(output, data, sweep_markdown)
 
     click.echo(
         f"{len(rows)} rows, each given up after {sweep.row_timeout:g} s; ~: its bursts spread over "

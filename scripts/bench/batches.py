@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.tables import data_path, table, write_table
+from llmtrain.benchmark.tables import table, write_page
 from llmtrain.corpus import packing
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
@@ -300,7 +300,7 @@ def main() -> None:
     machine = describe(False)
     result = {**measure(args), "machine": machine}
     if args.output:
-        write_table(args.output, result, markdown(result, f"data/{data_path(args.output).name}"))
+        write_page(args.output, result, markdown)
 
 
 if __name__ == "__main__":

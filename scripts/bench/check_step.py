@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.tables import data_path, table, write_table
+from llmtrain.benchmark.tables import table, write_page
 from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
@@ -168,7 +168,7 @@ def main() -> None:
         artifact = json.loads(args.render.read_text())
         measured = {name: check for name, check in artifact["checks"].items() if "scatters" not in name}
         artifact["checks"] = measured | judge(artifact["curves"])
-        write_table(args.output, artifact, markdown(artifact, f"data/{data_path(args.output).name}"))
+        write_page(args.output, artifact, markdown)
         return
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,7 +194,7 @@ def main() -> None:
         print(f"{mark} {name}: {one['value']:.3g} (at most {one['bound']:.3g})", flush=True)
         if args.output and runs:  # after every check: a run that is cut short keeps what it found
             artifact = {"machine": machine, "model": "102M, 16 x 1024", "checks": results, "curves": runs}
-            write_table(args.output, artifact, markdown(artifact, f"data/{data_path(args.output).name}"))
+            write_page(args.output, artifact, markdown)
 
     began = time.time()
     cpu, _ = curve(order, small, device="cpu", precision="fp32", steps=20, batch=4)

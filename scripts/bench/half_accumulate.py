@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.op import reason
-from llmtrain.benchmark.tables import table, write_table
+from llmtrain.benchmark.tables import table, write_page
 from llmtrain.benchmark.timing import DeviceTimer, captured
 
 SIDE, DEPTH = 4096, 16384
@@ -137,7 +137,7 @@ def main() -> int:
     add(torch.float16, "FP32, Triton", 1, lambda a, b: [by_triton(a, b, False, 1, tile) for tile in tiles])
     for parts in (1, 4, 8):
         add(torch.float16, "fp16, Triton", parts, lambda a, b, n=parts: [by_triton(a, b, True, n, t) for t in tiles])
-    write_table(args.output, data, markdown(data, f"data/{args.output.with_suffix('.json').name}"))
+    write_page(args.output, data, markdown)
     return 1 if any("reason" in row for row in data["rows"]) else 0
 
 

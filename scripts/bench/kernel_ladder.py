@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.op import reason
-from llmtrain.benchmark.tables import table, write_table
+from llmtrain.benchmark.tables import table, write_page
 from llmtrain.benchmark.timing import DeviceTimer, captured
 from llmtrain.kernels import choice
 from llmtrain.kernels.experts import routed_experts, router_logits
@@ -297,7 +297,7 @@ def main() -> int:
         inputs = Inputs(layer, n_experts, device)
         data["rungs"] += rung_records(inputs, n_experts, samples)
         data["products"] += product_records(inputs, n_experts, samples)
-        write_table(args.output, data, markdown(data, f"data/{args.output.with_suffix('.json').name}"))
+        write_page(args.output, data, markdown)
     wrong = [r for r in data["rungs"] if r["status"] == "failed" or (not r["eight_bit"] and r["ulps"] > MOST_ULPS)]
     return 1 if wrong else 0
 

@@ -11,7 +11,6 @@ its prediction. Cases that were measured before stay in the JSON. Exits 1 where 
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llmtrain.benchmark.data import skewed_tokens  # noqa: E402
 from llmtrain.benchmark.machine import describe, headline  # noqa: E402
-from llmtrain.benchmark.tables import data_path, figure, table, write_table  # noqa: E402
+from llmtrain.benchmark.tables import figure, read_data, table, write_page  # noqa: E402
 from llmtrain.storage.journal import JsonLines  # noqa: E402
 
 GIB = 2**30
@@ -240,18 +239,15 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     todo = [TINY] if args.smoke else [preset(name, cases[name]) for name in args.case or cases]
-    data: dict[str, Any] = {"kind": "memory", "cases": []}
-    if args.output and data_path(args.output).exists():
-        data = json.loads(data_path(args.output).read_text())
+    data = read_data(args.output) or {"kind": "memory", "cases": []}
     for case in todo:
         machine = describe(not args.smoke)
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             result = measure(case, Path(folder), args.steps, args.smoke) | {"machine": machine}
         data["cases"] = [other for other in data["cases"] if other["name"] != case.name] + [result]
-        text = markdown(data, f"data/{data_path(args.output).name}" if args.output else "its JSON")
         if args.output:
-            write_table(args.output, data, text)
-    print(text)
+            write_page(args.output, data, markdown)
+    print(markdown(data, "its JSON"))
     sys.exit(0 if all(holds for case in data["cases"] for holds in case["checks"].values()) else 1)
 
 

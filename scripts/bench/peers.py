@@ -9,9 +9,7 @@ before stay in the JSON, each with the machine it was taken on.
 """
 
 import argparse
-import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from llmtrain.benchmark.machine import card_state, describe  # noqa: E402
 from llmtrain.benchmark.peers_table import peers_markdown  # noqa: E402
 from llmtrain.benchmark.statistics import rotation  # noqa: E402
 from llmtrain.benchmark.step import model_figures  # noqa: E402
-from llmtrain.benchmark.tables import data_path, write_table  # noqa: E402
+from llmtrain.benchmark.tables import read_data, write_page  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
 
 OURS, COPY, GRAPHS = "llmtrain", "llmtrain (copy)", "plain, compiled, CUDA graphs"
@@ -239,8 +237,7 @@ def main() -> None:
     if options.arm:
         keep = {OURS, *options.arm}
         chosen = [Case(c.name, tuple(e for e in c.entries if e.arm in keep), c.steps) for c in chosen]
-    source = data_path(options.output)
-    data: dict[str, Any] = json.loads(source.read_text()) if source.exists() else {"kind": "peers", "cases": []}
+    data = read_data(options.output) or {"kind": "peers", "cases": []}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peers-caches-") as caches:
         settings = Settings(
@@ -256,8 +253,7 @@ def main() -> None:
                 continue
             result = run_case(case, settings) | {"seconds": settings.seconds, "precision": settings.precision}
             data["cases"] = [old for old in data["cases"] if old["name"] != case.name] + [result]
-            markdown = peers_markdown(data, os.path.relpath(source, options.output.parent))
-            write_table(options.output, data, markdown)
+            write_page(options.output, data, peers_markdown)
             print(f"{case.name}: {time.monotonic() - begin:.0f} s since the start", flush=True)
     print(options.output.read_text())
 

@@ -10,7 +10,6 @@ preset runs blocks again in the backward does so here. Speed-ups are FP8's again
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from llmtrain.benchmark.config import Shape, SweepRow, TimingConfig
 from llmtrain.benchmark.machine import card_state, contention, describe, headline
 from llmtrain.benchmark.sweep import run_row
-from llmtrain.benchmark.tables import figure, percent, table, write_table
+from llmtrain.benchmark.tables import figure, percent, read_data, table, write_page
 from llmtrain.cli.bench import what_to_run
 from llmtrain.model.flops import parameter_counts
 
@@ -149,10 +148,9 @@ def main() -> int:
         parser.error("there is no card here; --smoke runs a small model on the CPU")
     precisions = ("bf16", "fp8") if on_card else ("fp32", "bf16")
     data: dict[str, Any] = {"machine": describe(on_card), "precisions": precisions, "runs": []}
-    source = args.output.parent / "data" / args.output.with_suffix(".json").name
     names = list(args.only or LADDERS)
-    if args.add and source.exists():
-        data["runs"] = [r for r in json.loads(source.read_text())["runs"] if r["name"] not in names]
+    if args.add:
+        data["runs"] = [r for r in read_data(args.output).get("runs", []) if r["name"] not in names]
     with tempfile.TemporaryDirectory() as folder:
         if args.smoke:
             smoke = Path(folder) / "smoke.toml"
@@ -166,7 +164,7 @@ def main() -> int:
             for precision in precisions:
                 one = dataclasses.replace(timing, precision=precision)
                 data["runs"] += climb(Path(name).stem if args.smoke else name, shape, one, args.quick)
-                write_table(args.output, data, markdown(data, f"data/{source.name}"))
+                write_page(args.output, data, markdown)
     return 1 if any(r["status"] == "failed" for r in data["runs"]) else 0
 
 

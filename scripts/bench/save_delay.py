@@ -24,7 +24,7 @@ from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.benchmark.data import skewed_tokens
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.step import LEARNING_RATE, RandomSteps
-from llmtrain.benchmark.tables import data_path, figure, table, write_table
+from llmtrain.benchmark.tables import figure, table, write_page
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint
@@ -195,7 +195,7 @@ def main() -> None:
             "span": args.steps - 2 * args.log_every, "saves_in_span": len(saves) // args.rounds, "saves": saves,
             "tok_per_s": rates, "ratio": ratio, "checks": checks, "machine": machine,
         }  # fmt: skip
-        write_table(args.output, result, markdown(result, f"data/{data_path(args.output).name}"))
+        write_page(args.output, result, markdown)
     sys.exit(0 if all(checks.values()) else 1)
 
 

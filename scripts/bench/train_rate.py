@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.tables import data_path, table, write_table
+from llmtrain.benchmark.tables import table, write_page
 from llmtrain.storage.journal import JsonLines
 
 
@@ -88,7 +88,7 @@ def main() -> None:
         waits = statistics.median(line["data_ms"] for line in lines)
         result = {**shape, "tok_per_s": rates, "ratio": ratio, "median_data_ms_a_line": waits}
         result = {**result, "machine": describe(True)}
-        write_table(args.output, result, markdown(result, f"data/{data_path(args.output).name}"))
+        write_page(args.output, result, markdown)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.tables import data_path, percent, table, write_table
+from llmtrain.benchmark.tables import percent, read_data, table, write_page
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
 from llmtrain.corpus.documents import falls_within
@@ -87,7 +87,7 @@ def measure_steps(args: argparse.Namespace, vocab_sizes: list[int], folder: Path
                  "--vocab-size", str(vocab_size), "--seconds", str(args.seconds), *shape, "--output", str(output)],
                 check=True, stdout=subprocess.DEVNULL,
             )  # fmt: skip
-            step = json.loads(data_path(output).read_text())
+            step = read_data(output)
             rows.append({"config": preset, "vocab_size": vocab_size, **{k: step[k] for k in ("tok_per_s", "spread")}})
             rows[-1]["shape"] = step["shape"]
             print(rows[-1], flush=True)
@@ -162,7 +162,7 @@ def main() -> None:
     models = [{"config": preset, "vocab_size": n, **model_of(preset, n)} for preset in presets for n in vocab_sizes]
     result = {"text": text, "models": models, "steps": steps, "machine": machine}
     if args.output:
-        write_table(args.output, result, markdown(result, f"data/{data_path(args.output).name}"))
+        write_page(args.output, result, markdown)
 
 
 if __name__ == "__main__":
