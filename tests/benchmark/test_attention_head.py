@@ -1,12 +1,10 @@
 """The benchmarks of attention and of the head: arms agree with FP64, wrong ones are found, bars are counted."""
 
 import importlib.util
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -122,13 +120,3 @@ def test_bars_of_attention_are_counted_and_all_of_them_are_measured():
     for share in ("0.65", "0.69", "0.82"):
         assert shares[f"200 of 50 to 600, padding {share}"] == share
     assert set(backends.HEADINGS) == set(backends.shapes())
-
-
-@pytest.mark.parametrize(("name", "page"), [("attention_backends", "attention"), ("head_arms", "head")])
-def test_the_page_is_what_its_script_makes_of_its_json(name, page):
-    made = script(name)
-    docs = Path(__file__).parents[2] / "docs"
-    stem = name.replace("_", "-")
-    source = docs / "data" / f"{stem}.json"
-    data = json.loads(source.read_text()) if source.exists() else ({"groups": {}} if page == "attention" else None)
-    assert (docs / f"{page}.md").read_text() == made.page(data)
