@@ -22,6 +22,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -179,6 +180,18 @@ def host_sample(run: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     run()
     return (time.perf_counter() - begin) * 1e3
+
+
+def milliseconds(run: Callable[[], object], device: torch.device, samples: int, *, graph: bool = True) -> float:
+    """The median of a few calls, for scripts that look at one thing by itself: on a card the device time of a CUDA
+    graph's replay (`graph` off: of the eager call) behind a cold L2."""
+    if device.type != "cuda":
+        return median(host_sample(run, device) for _ in range(samples))
+    timer = DeviceTimer(device, cold_l2=True)
+    timed = captured(run, device) if graph else run
+    for _ in range(2):
+        timer.sample(timed)
+    return median(timer.sample(timed) for _ in range(samples))
 
 
 def run_session(

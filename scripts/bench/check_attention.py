@@ -6,17 +6,15 @@ Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result
 """
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from checks import Report
 from torch import Tensor
 
-from llmtrain.benchmark.timing import DeviceTimer, captured
+from llmtrain.benchmark.timing import milliseconds
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention
 
@@ -25,6 +23,8 @@ SHAPES = (
     (64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (32, 1024, 15, 5, 64), (4, 1024, 12, 4, 64), (64, 1024, 6, 2, 128),
 )  # fmt: skip
 DOCUMENTS = ((64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (64, 1024, 6, 2, 128))
+
+took = partial(milliseconds, device=torch.device("cuda"), samples=11)
 
 
 def packed_heads(b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,30 +56,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v)
 
 
-def milliseconds(run: Callable[[], object], timer: DeviceTimer, samples: int = 11) -> float:
-    replay = captured(run, timer.device)
-    timer.sample(replay)
-    return statistics.median(timer.sample(replay) for _ in range(samples))
-
-
-class Report:
-    def __init__(self) -> None:
-        self.records: list[dict] = []
-        self.failed = False
-
-    def add(self, op: str, **fields) -> None:
-        self.records.append({"op": op} | fields)
-        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
-        print(f"{op}: {shown}", flush=True)
-
-    def check(self, got: list[Tensor], wanted: list[Tensor], tolerance: float, **fields) -> None:
-        errors = {
-            name: ((ours.double() - theirs).norm() / theirs.norm()).item()
-            for name, ours, theirs in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True)
-        }
-        held = all(error <= tolerance for error in errors.values())  # False for NaN too
-        self.failed |= not held
-        self.add("against FP64", **fields, **errors, verdict="ok" if held else "WRONG")
+def within(report: Report, got: list[Tensor], wanted: list[Tensor], tolerance: float, **fields) -> None:
+    errors = {
+        name: ((ours.double() - theirs).norm() / theirs.norm()).item()
+        for name, ours, theirs in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True)
+    }
+    held = all(error <= tolerance for error in errors.values())  # False for NaN too
+    report.check("against FP64", held, **fields, **errors)
 
 
 def check_results(report: Report) -> None:
@@ -98,18 +81,18 @@ def check_results(report: Report) -> None:
                 dense = [x.is_contiguous() for x in got]
                 if not all(dense):
                     report.add("gradients not (B, T, H, D) memory", backend=ran, v=layout, strides=str(strides))
-                report.check(got, wanted, 1e-2, d=d, backend=ran, v=layout)
+                within(report, got, wanted, 1e-2, d=d, backend=ran, v=layout)
 
     q, k, v = packed_heads(2, 512, 6, 2, 64, torch.float32)
     dy = torch.randn(q.shape, device="cuda")
-    report.check(both(q, k, v, dy), exact(q, k, v, dy, causal[..., :512, :512]), 1e-5, dtype="fp32")
+    within(report, both(q, k, v, dy), exact(q, k, v, dy, causal[..., :512, :512]), 1e-5, dtype="fp32")
     report.add("fp32 ran", backend=choice.ran["attention"])
 
     q, k, v = packed_heads(2, 1024, 12, 4, 64, torch.bfloat16)
     dy = torch.randn(q.shape, device="cuda").bfloat16()
     doc_start = (torch.arange(1024, device="cuda", dtype=torch.int32) // 100 * 100).expand(2, -1)
     seen = causal & (torch.arange(1024, device="cuda") >= doc_start[:, None, :, None])
-    report.check(both(q, k, v, dy, doc_start), exact(q, k, v, dy, seen), 1e-2, documents=100)
+    within(report, both(q, k, v, dy, doc_start), exact(q, k, v, dy, seen), 1e-2, documents=100)
     report.failed |= choice.ran["attention"] != choice.TRITON
     first, second = both(q, k, v, dy, doc_start), both(q, k, v, dy, doc_start)
     same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -124,7 +107,7 @@ def check_results(report: Report) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def time_backends(report: Report, timer: DeviceTimer) -> None:
+def time_backends(report: Report) -> None:
     for b, t, h, h_kv, d in SHAPES:
         q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
         dy = torch.randn(q.shape, device="cuda").bfloat16()
@@ -132,8 +115,8 @@ def time_backends(report: Report, timer: DeviceTimer) -> None:
         for backend in (CUDNN, FLASH):
             for layout, value in (("strided", v), ("contiguous", v.contiguous())):
                 with choice.forced(backend, "attention"):
-                    one = milliseconds(partial(forward, q, k, value), timer)
-                    two = milliseconds(partial(both, q, k, value, dy), timer)
+                    one = took(partial(forward, q, k, value))
+                    two = took(partial(both, q, k, value, dy))
                 report.add(
                     "time", shape=(b, t, h, h_kv, d), backend=backend, v=layout, forward_ms=one, both_ms=two,
                     backward_ms=two - one, forward_tflops=flops / one / 1e9,
@@ -144,11 +127,11 @@ def time_backends(report: Report, timer: DeviceTimer) -> None:
     b, t, h, h_kv, d = SHAPES[0]
     q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
     dy = torch.randn(q.shape, device="cuda").bfloat16()
-    report.add("time, deterministic", shape=SHAPES[0], both_ms=milliseconds(partial(both, q, k, v, dy), timer))
+    report.add("time, deterministic", shape=SHAPES[0], both_ms=took(partial(both, q, k, v, dy)))
     torch.use_deterministic_algorithms(False)
 
 
-def time_documents(report: Report, timer: DeviceTimer) -> None:
+def time_documents(report: Report) -> None:
     for b, t, h, h_kv, d in DOCUMENTS:
         q, k, v = packed_heads(b, t, h, h_kv, d, torch.bfloat16)
         dy = torch.randn(q.shape, device="cuda").bfloat16()
@@ -157,8 +140,8 @@ def time_documents(report: Report, timer: DeviceTimer) -> None:
             doc_start = (column // length * length).expand(b, -1).contiguous()
             flops = 4 * b * h * d * t * (length + 1) / 2
             with torch.no_grad():
-                one = milliseconds(partial(attention, q, k, v, doc_start=doc_start), timer)
-            two = milliseconds(partial(both, q, k, v, dy, doc_start), timer)
+                one = took(partial(attention, q, k, v, doc_start=doc_start))
+            two = took(partial(both, q, k, v, dy, doc_start))
             report.add(
                 "time, documents", shape=(b, t, h, h_kv, d), length=length, backend=choice.ran["attention"],
                 forward_ms=one, both_ms=two, forward_tflops=flops / one / 1e9,
@@ -174,13 +157,9 @@ def main() -> int:
     report = Report()
     check_results(report)
     torch.cuda.empty_cache()
-    timer = DeviceTimer(torch.device("cuda"), cold_l2=True)
-    time_backends(report, timer)
-    time_documents(report, timer)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
-    print("WRONG: see above" if report.failed else "all within tolerance")
-    return int(report.failed)
+    time_backends(report)
+    time_documents(report)
+    return report.end(arguments.json)
 
 
 if __name__ == "__main__":

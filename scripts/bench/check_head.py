@@ -6,8 +6,6 @@ Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result
 """
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from checks import COPY_BYTES_PER_S, Report
 
-from llmtrain.benchmark.timing import DeviceTimer, captured
+from llmtrain.benchmark.timing import milliseconds
 from llmtrain.kernels import choice
 from llmtrain.kernels.adamw import adamw_step
 from llmtrain.kernels.cross_entropy import (
@@ -28,37 +27,16 @@ from llmtrain.kernels.cross_entropy import (
     head_loss,
 )
 
-COPY_BYTES_PER_S = 4.3e12
-"""A device copy on one H200, reads and writes counted: the floor of what only moves memory."""
-
 HEADS = ((65536, 768, 32000), (32768, 960, 49152), (32768, 2048, 32000), (4096, 768, 32000))
 CHUNKS = (5632, 8192, 16384)
 # (block, warps)
 CONFIGURATIONS = ((4096, 4), (8192, 8), (8192, 16), (16384, 16))
 
-
-class Report:
-    """Lines on stdout, the same as records for a file, and whether everything held."""
-
-    def __init__(self) -> None:
-        self.records: list[dict] = []
-        self.failed = False
-
-    def add(self, op: str, **fields) -> None:
-        self.records.append({"op": op} | fields)
-        shown = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
-        print(f"{op}: {shown}", flush=True)
-
-    def check(self, op: str, error: float, tolerance: float, **fields) -> None:
-        held = error <= tolerance  # False for NaN too
-        self.failed |= not held
-        self.add(op, **fields, error=error, tolerance=tolerance, verdict="ok" if held else "WRONG")
+took = partial(milliseconds, device=torch.device("cuda"), samples=11)
 
 
-def milliseconds(run: Callable[[], object], timer: DeviceTimer, samples: int = 11) -> float:
-    replay = captured(run, timer.device)
-    timer.sample(replay)
-    return statistics.median(timer.sample(replay) for _ in range(samples))
+def within(report: Report, op: str, error: float, tolerance: float, **fields) -> None:
+    report.check(op, error <= tolerance, **fields, error=error, tolerance=tolerance)  # False for NaN too
 
 
 def excess(got: torch.Tensor, exact: torch.Tensor, rtol: float, atol: float) -> float:
@@ -73,7 +51,7 @@ def some_targets(n: int, v: int) -> torch.Tensor:
     return targets
 
 
-def check_cross_entropy(report: Report, timer: DeviceTimer) -> None:
+def check_cross_entropy(report: Report) -> None:
     z_loss = 1e-3
     for v in (1000, 16384, 32000, 49152, 50257):
         for dtype in (torch.bfloat16, torch.float32):
@@ -96,7 +74,7 @@ def check_cross_entropy(report: Report, timer: DeviceTimer) -> None:
                 excess(zs, z64.detach(), 2e-6, 2e-6),
                 excess(logits, wide.grad, half_ulp, 1e-7),
             )
-            report.check("cross_entropy against FP64", worst, 1.0, v=v, dtype=str(dtype))
+            within(report, "cross_entropy against FP64", worst, 1.0, v=v, dtype=str(dtype))
 
     n = 16384
     for v in (16384, 32000, 49152, 50257):
@@ -108,7 +86,7 @@ def check_cross_entropy(report: Report, timer: DeviceTimer) -> None:
             floor = n * v * 2 * (2 if gradient else 1) / COPY_BYTES_PER_S * 1e3
             for config in CONFIGURATIONS if gradient else (configuration(v),):
                 run = partial(cross_entropy_triton, logits, targets, losses, zs, z_loss, gradient, config)
-                ms = milliseconds(run, timer)
+                ms = took(run)
                 report.add(
                     "cross_entropy", n=n, v=v, gradient=gradient, block=config[0], warps=config[1],
                     chosen=config == configuration(v), ms=ms, floor_ms=floor, ratio=ms / floor,
@@ -150,7 +128,7 @@ def peak_mib(run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def check_head(report: Report, timer: DeviceTimer) -> None:
+def check_head(report: Report) -> None:
     x, weight, targets = a_head(4096, 768, 32000)
     x64 = x.detach().double().requires_grad_()
     w64 = weight.operand_cache.double().requires_grad_()  # type: ignore[attr-defined,operator]
@@ -159,10 +137,10 @@ def check_head(report: Report, timer: DeviceTimer) -> None:
     for chunk in (None, 1000):
         loss = ours(x, weight, targets, chunk)
         assert x.grad is not None and x64.grad is not None and w64.grad is not None and weight.grad is not None
-        report.check("head's loss against FP64", abs(loss.item() / loss64.item() - 1), 1e-4, chunk=str(chunk))
+        within(report, "head's loss against FP64", abs(loss.item() / loss64.item() - 1), 1e-4, chunk=str(chunk))
         for name, got, exact in (("dx", x.grad, x64.grad), ("dw", weight.grad, w64.grad)):
             error = ((got.double() - exact).norm() / exact.norm()).item()
-            report.check(f"head's {name} against FP64", error, 1e-2, chunk=str(chunk))
+            within(report, f"head's {name} against FP64", error, 1e-2, chunk=str(chunk))
     del x64, w64, loss64
 
     for n, d, v in HEADS:
@@ -171,20 +149,20 @@ def check_head(report: Report, timer: DeviceTimer) -> None:
         for chunk in sorted({c for c in CHUNKS if c < n} | {n, chosen}):
             run = partial(ours, x, weight, targets, chunk)
             peak = peak_mib(run)
-            ms = milliseconds(run, timer)
+            ms = took(run)
             report.add(
                 "head", n=n, d=d, v=v, chunk=chunk, chosen=chunk == chosen, ms=ms, tflops=6 * n * d * v / ms / 1e9,
                 peak_mib=peak,
             )  # fmt: skip
         run = partial(materialised, x, weight, targets)
         peak = peak_mib(run)
-        report.add("head materialised", n=n, d=d, v=v, ms=milliseconds(run, timer, 5), peak_mib=peak)
+        report.add("head materialised", n=n, d=d, v=v, ms=took(run, samples=5), peak_mib=peak)
         x.grad = None
         torch.cuda.empty_cache()
-        report.add("head's matmuls, TFLOP/s", d=d, v=v, chunk=chosen, **matmul_rates(chosen, d, v, timer))
+        report.add("head's matmuls, TFLOP/s", d=d, v=v, chunk=chosen, **matmul_rates(chosen, d, v))
 
 
-def matmul_rates(chunk: int, d: int, v: int, timer: DeviceTimer) -> dict[str, float]:
+def matmul_rates(chunk: int, d: int, v: int) -> dict[str, float]:
     """TFLOP/s of a chunk's three matmuls, one by one: which of them is the slow one."""
     x, w = torch.randn(chunk, d, device="cuda").bfloat16(), torch.randn(v, d, device="cuda").bfloat16()
     logits = torch.randn(chunk, v, device="cuda").bfloat16()
@@ -194,10 +172,10 @@ def matmul_rates(chunk: int, d: int, v: int, timer: DeviceTimer) -> dict[str, fl
         "dw": lambda: torch.addmm(dw, logits.T, x, out_dtype=torch.float32, out=dw),
         "logits": lambda: torch.mm(x, w.T, out=logits),
     }
-    return {name: 2 * chunk * d * v / milliseconds(run, timer, 7) / 1e9 for name, run in matmuls.items()}
+    return {name: 2 * chunk * d * v / took(run, samples=7) / 1e9 for name, run in matmuls.items()}
 
 
-def check_adamw(report: Report, timer: DeviceTimer) -> None:
+def check_adamw(report: Report) -> None:
     n, n_decayed = 101_700_096, 101_600_000
     master, grad, m, v = (torch.randn(n, device="cuda") * s for s in (1.0, 1e-2, 1e-3, 1e-3))
     v.abs_().add_(1e-5)
@@ -225,19 +203,19 @@ def check_adamw(report: Report, timer: DeviceTimer) -> None:
     assert choice.ran["adamw"] == choice.TRITON
     worst_p = ((master[part] - p64).abs() / (3e-7 * p64.abs() + 2e-6 * update.abs() + 1e-9)).max().item()
     worst = max(worst_p, excess(m[part], m64, 1e-6, 1e-9), excess(v[part], v64, 1e-6, 1e-12))
-    report.check("adamw against FP64", worst, 1.0)
-    report.check("adamw's narrow copy", (narrow != master.bfloat16()).sum().item(), 0)
+    within(report, "adamw against FP64", worst, 1.0)
+    within(report, "adamw's narrow copy", (narrow != master.bfloat16()).sum().item(), 0)
     scalars[4] = 0.0
     grad[5] = float("nan")
     before = [t.clone() for t in (master, m, v, narrow)]
     step(narrow)
     changed = sum(int((a != b).sum()) for a, b in zip(before, (master, m, v, narrow), strict=True))
-    report.check("adamw not applied", changed, 0)
+    within(report, "adamw not applied", changed, 0)
     del before, exact
     scalars[4] = 1.0
     grad[5] = 0.0
     for copy, size in ((narrow, 30), (None, 28)):
-        ms = milliseconds(partial(step, copy), timer)
+        ms = took(partial(step, copy))
         floor = n * size / COPY_BYTES_PER_S * 1e3
         report.add("adamw", n=n, bytes_each=size, ms=ms, floor_ms=floor, ratio=ms / floor)
 
@@ -252,14 +230,10 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = Report()
-    timer = DeviceTimer(torch.device("cuda"), cold_l2=True)
     for part in arguments.only or PARTS:
-        PARTS[part](report, timer)
+        PARTS[part](report)
         torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report.records, indent=1) + "\n")
-    print("WRONG: see above" if report.failed else "all within tolerance")
-    return int(report.failed)
+    return report.end(arguments.json)
 
 
 if __name__ == "__main__":

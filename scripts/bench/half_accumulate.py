@@ -8,9 +8,7 @@ norm. `--smoke` multiplies small matrices on the CPU, under Triton's interpreter
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from torch import Tensor
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.op import reason
 from llmtrain.benchmark.tables import table, write_page
-from llmtrain.benchmark.timing import DeviceTimer, captured
+from llmtrain.benchmark.timing import milliseconds
 
 SIDE, DEPTH = 4096, 16384
 TILES = ((128, 128, 64, 4, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
@@ -76,17 +74,6 @@ def by_triton(a: Tensor, b: Tensor, half: bool, parts: int, tile: tuple[int, ...
     return run
 
 
-def milliseconds(run: Callable[[], Tensor], samples: int, device: torch.device) -> float:
-    if device.type == "cpu":
-        began = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - began)
-    timer = DeviceTimer(device, cold_l2=True)
-    replay = captured(run, device)
-    timer.sample(replay)
-    return statistics.median(timer.sample(replay) for _ in range(samples))
-
-
 def markdown(data: dict[str, Any], source: str) -> str:
     rows = []
     for r in data["rows"]:
@@ -123,7 +110,7 @@ def main() -> int:
         record: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "sums": sums, "parts": parts}
         try:
             runs = make(a, b)
-            ms = min(milliseconds(run, samples, a.device) for run in runs)
+            ms = min(milliseconds(run, a.device, samples) for run in runs)
             error = ((runs[0]().double() - exact).norm() / exact.norm()).item()
             record |= {"ms": ms, "tflops": 2 * side * side * length / ms / 1e9, "error": error}
         except Exception as failure:  # the other rows are measured all the same

@@ -9,10 +9,8 @@ grouped matmul. `--smoke` runs the same on a small layer, on the CPU too. Exits 
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch import Tensor
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.op import reason
 from llmtrain.benchmark.tables import table, write_page
-from llmtrain.benchmark.timing import DeviceTimer, captured
+from llmtrain.benchmark.timing import milliseconds
 from llmtrain.kernels import choice
 from llmtrain.kernels.experts import routed_experts, router_logits
 from llmtrain.kernels.fp8_grouped import Fp8Experts
@@ -137,21 +135,6 @@ def ulps(got: Tensor, exact: Tensor) -> float:
     return ((got.double() - exact).abs() / unit).max().item()
 
 
-def milliseconds(run: Callable[[], object], device: torch.device, graph: bool, samples: int) -> float:
-    if device.type == "cpu":
-        times = []
-        for _ in range(samples):
-            began = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - began))
-        return statistics.median(times)
-    timer = DeviceTimer(device, cold_l2=True)
-    replay = captured(run, device) if graph else run
-    for _ in range(2):
-        timer.sample(replay)
-    return statistics.median(timer.sample(replay) for _ in range(samples))
-
-
 def rung_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[str, Any]]:
     exact = inputs.exact()
     records = []
@@ -168,11 +151,11 @@ def rung_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[str,
                 }
                 into = inputs.into
                 forward_ms = milliseconds(
-                    lambda rung=rung, into=into: inputs.forward(rung, into), inputs.device,
-                    rung.grouped == choice.AUTO, samples,
+                    lambda rung=rung, into=into: inputs.forward(rung, into), inputs.device, samples,
+                    graph=rung.grouped == choice.AUTO,
                 )  # fmt: skip
             graph = rung.grouped == choice.AUTO
-            both = milliseconds(lambda rung=rung: inputs.step(rung), inputs.device, graph, samples)
+            both = milliseconds(lambda rung=rung: inputs.step(rung), inputs.device, samples, graph=graph)
             record |= {"status": "ok", "forward_ms": forward_ms, "ms": both}
         except Exception as error:  # the other rungs are measured all the same
             record |= {"status": "failed", "reason": reason(error)}
@@ -198,7 +181,8 @@ def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[s
         try:
             with choice.forced(name, "grouped"):
                 y = grouped_linear(x, weight, ends)
-                ms = milliseconds(lambda: grouped_linear(x, weight, ends), device, name != choice.REFERENCE, samples)
+                graph = name != choice.REFERENCE
+                ms = milliseconds(lambda: grouped_linear(x, weight, ends), device, samples, graph=graph)
             record |= {"ms": ms, "tflops": flops / ms / 1e9, "bits_of_the_loop": (y == loop).double().mean().item()}
         except Exception as error:
             record |= {"reason": reason(error)}
@@ -227,7 +211,7 @@ def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[s
             begin, end = 0, int(ends[0])
             exact = dy[begin:end].double().T @ x[begin:end].double()
             error = ((buffer[0].double() - exact).norm() / exact.norm()).item() if end else 0.0
-            ms = milliseconds(run, device, True, samples)
+            ms = milliseconds(run, device, samples)
             record |= {"ms": ms, "tflops": flops / ms / 1e9, "relative_error": error}
         except Exception as error_met:
             record |= {"reason": reason(error_met)}
