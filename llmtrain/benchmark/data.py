@@ -1,5 +1,7 @@
 """Random tokens for benchmarks: never zeros, skewed as text is, the same for everyone with the same seed."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,11 @@ def skewed_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
     # The inverse of the cumulative share log(1 + id) / log(1 + vocab_size); FP64, or the last ids are never drawn.
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
     return ((vocab_size + 1.0) ** uniform - 1).long().clamp_(0, vocab_size - 1)
+
+
+def write_random_tokens(path: Path, vocab_size: int, count: int, seed: int = 0) -> None:
+    """A token file of `count` such ids, without a manifest."""
+    skewed_tokens(vocab_size, (count,), seed).numpy().astype("<u2").tofile(path)
 
 
 def random_batches(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from models import MODEL_102M
 
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.tables import table, write_page
@@ -32,9 +33,6 @@ from llmtrain.training.step import TrainStep
 
 SMALL = ModelConfig(
     vocab_size=16384, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=704, max_seq_len=1024
-)
-MODEL_102M = ModelConfig(
-    vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
 )
 OPTIMIZER = OptimizerConfig(learning_rate=4e-4, weight_decay=0.1)
 

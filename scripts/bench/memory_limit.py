@@ -23,11 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmtrain.benchmark.data import skewed_tokens  # noqa: E402
+from llmtrain.benchmark.data import write_random_tokens  # noqa: E402
 from llmtrain.benchmark.machine import describe, headline  # noqa: E402
 from llmtrain.benchmark.tables import figure, read_data, table, write_page  # noqa: E402
 from llmtrain.storage.journal import JsonLines  # noqa: E402
@@ -113,8 +111,7 @@ class Runs:
         self.command = ["-c", LIMITED] if smoke else ["-m", "llmtrain"]
         self.tokens = folder / "random.u16"
         windows = 64
-        ids = skewed_tokens(case.vocab_size, (windows * case.seq_len + 1,), seed=0)
-        ids.numpy().astype(np.uint16).tofile(self.tokens)
+        write_random_tokens(self.tokens, case.vocab_size, windows * case.seq_len + 1)
 
     def __call__(self, what: str, *options: str) -> Outcome:
         run_dir = self.folder / "run"

@@ -21,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from models import MODEL_1B, MODEL_102M, MODEL_361M  # noqa: E402
 from peer_arm import ARMS, NEEDS  # noqa: E402
 from peer_process import ArmEnded, ArmProcess, Settings  # noqa: E402
 
@@ -34,15 +35,6 @@ from llmtrain.model.config import ModelConfig  # noqa: E402
 
 OURS, COPY, GRAPHS = "llmtrain", "llmtrain (copy)", "plain, compiled, CUDA graphs"
 
-SMALL = ModelConfig(
-    vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
-)
-MIDDLE = ModelConfig(
-    vocab_size=49152, d_model=960, n_layers=32, n_heads=15, n_kv_heads=5, head_dim=64, d_ff=2560, max_seq_len=1024
-)
-LARGE = ModelConfig(
-    vocab_size=32000, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_ff=8192, max_seq_len=2048
-)
 TINY = ModelConfig(
     vocab_size=512, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128, max_seq_len=32
 )
@@ -74,23 +66,23 @@ def alike(name: str, shape: Shape, *arms: str, steps: int = 20) -> Case:
 ALL = (OURS, COPY, "plain, compiled", GRAPHS, "transformers, compiled", "transformers", "transformers, Liger")
 FEW = (OURS, COPY, "plain, compiled", "transformers, compiled")
 CASES = [
-    alike("102m-4x1024", Shape(SMALL, 4, 1024), *ALL),
-    alike("102m-64x1024", Shape(SMALL, 64, 1024), *ALL),
-    alike("361m-32x1024", Shape(MIDDLE, 32, 1024), *FEW),
-    alike("1b-16x2048", Shape(LARGE, 16, 2048), *FEW),
+    alike("102m-4x1024", Shape(MODEL_102M, 4, 1024), *ALL),
+    alike("102m-64x1024", Shape(MODEL_102M, 64, 1024), *ALL),
+    alike("361m-32x1024", Shape(MODEL_361M, 32, 1024), *FEW),
+    alike("1b-16x2048", Shape(MODEL_1B, 16, 2048), *FEW),
     Case(
         "102m-accumulation",
         (
-            Entry(OURS, Shape(SMALL, 64, 1024)),
-            Entry(COPY, Shape(SMALL, 64, 1024)),
-            Entry(OURS, Shape(SMALL, 64, 1024, accumulate=16)),
-            Entry(OURS, Shape(SMALL, 16, 1024, accumulate=4)),
-            Entry("plain, compiled", Shape(SMALL, 64, 1024, accumulate=16)),
-            Entry("plain, compiled", Shape(SMALL, 16, 1024, accumulate=4)),
+            Entry(OURS, Shape(MODEL_102M, 64, 1024)),
+            Entry(COPY, Shape(MODEL_102M, 64, 1024)),
+            Entry(OURS, Shape(MODEL_102M, 64, 1024, accumulate=16)),
+            Entry(OURS, Shape(MODEL_102M, 16, 1024, accumulate=4)),
+            Entry("plain, compiled", Shape(MODEL_102M, 64, 1024, accumulate=16)),
+            Entry("plain, compiled", Shape(MODEL_102M, 16, 1024, accumulate=4)),
         ),
         steps=4,
     ),
-    *(alike(f"102m-{b}x{t}", Shape(SMALL, b, t), *ALL) for b, t in ((1, 512), (1, 1024), (4, 512), (8, 512))),
+    *(alike(f"102m-{b}x{t}", Shape(MODEL_102M, b, t), *ALL) for b, t in ((1, 512), (1, 1024), (4, 512), (8, 512))),
 ]
 SMOKE = [
     Case(

@@ -19,9 +19,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from models import MODEL_102M, MODEL_SMOKE
 
 from llmtrain.benchmark.config import Shape, TimingConfig
-from llmtrain.benchmark.data import skewed_tokens
+from llmtrain.benchmark.data import write_random_tokens
 from llmtrain.benchmark.machine import describe, headline
 from llmtrain.benchmark.step import LEARNING_RATE, RandomSteps
 from llmtrain.benchmark.tables import figure, table, write_page
@@ -33,14 +34,6 @@ from llmtrain.training.snapshot import Snapshot
 
 BOUND_MS = 20.0
 """What a save may delay training by."""
-MODEL_102M = ModelConfig(
-    vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
-)
-MODEL_SMOKE = ModelConfig(
-    vocab_size=512, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=128, max_seq_len=64
-)
-
-
 def model_options(model: ModelConfig) -> list[str]:
     names = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_seq_len")
     return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(model, name)))]
@@ -157,8 +150,7 @@ def main() -> None:
         folder = Path(name)
         if args.tokens is None:
             args.tokens = str(folder / "random.u16")
-            ids = skewed_tokens(args.model.vocab_size, (args.batch_size * args.seq_len * 50,), 0)
-            ids.numpy().astype("uint16").tofile(args.tokens)
+            write_random_tokens(Path(args.tokens), args.model.vocab_size, args.batch_size * args.seq_len * 50)
         for turn in range(args.rounds):
             for arm, every in (("without saves", 10**6), ("with saves", args.save_every)):
                 lines = train(args, folder / f"{turn}-{every}", args.steps, every)

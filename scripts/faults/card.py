@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.benchmark.data import skewed_tokens
+from llmtrain.benchmark.data import write_random_tokens
 from llmtrain.benchmark.machine import describe
 from llmtrain.storage.atomic import write_json
 from llmtrain.storage.journal import JsonLines
@@ -103,7 +103,7 @@ def main() -> None:
         folder = Path(name)
         if args.tokens is None:
             args.tokens = folder / "random.u16"
-            skewed_tokens(VOCAB_SIZE, (STEPS * 16 * 1024 // 4,), 0).numpy().astype("uint16").tofile(args.tokens)
+            write_random_tokens(args.tokens, VOCAB_SIZE, STEPS * 16 * 1024 // 4)
         whole, killed = Run(args, folder / "whole"), Run(args, folder / "killed")
         whole.finish()
         kills = [killed.kill(85, in_save=False), killed.kill(140, in_save=True)]
