@@ -1,15 +1,14 @@
 """`llmtrain sweep`."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import click
 
 from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
-from llmtrain.cli.options import ConfigCommand, build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options, read_toml
 from llmtrain.model.config import ModelConfig
-from llmtrain.storage.errors import InternalError, UsageError, read_error
+from llmtrain.storage.errors import InternalError, UsageError
 
 EPILOG = """Example:
 
@@ -18,15 +17,6 @@ EPILOG = """Example:
 
 TABLES = {"sweep", "timing", "model", "rows"}
 ROW_KEYS = {"name", "batch_size", "seq_len", "accumulate", "model"}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise read_error(error, path) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: is not TOML: {error}") from error
 
 
 def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:

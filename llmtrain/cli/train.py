@@ -2,14 +2,13 @@
 
 import dataclasses
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import click
 
-from llmtrain.cli.options import ConfigCommand, build, config_options
-from llmtrain.storage.errors import BadData, Diverged, StopRequested, UsageError, read_error
+from llmtrain.cli.options import ConfigCommand, build, config_options, read_toml
+from llmtrain.storage.errors import Diverged, StopRequested, UsageError
 from llmtrain.training.config import (
     SECTIONS,
     RunConfig,
@@ -133,12 +132,7 @@ def plain(value: Any) -> Any:
 
 def read_tables(path: Path) -> Tables:
     """The tables of a configuration file, one for each section, empty where it has none."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise read_error(error, path) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadData(f"{path}: is not TOML: {error}: correct it") from None
+    tables = read_toml(path)
     for name, table in tables.items():
         if name not in SECTIONS or not isinstance(table, dict):
             raise UsageError(f"{path}: unknown table [{name}]; known are {', '.join(SECTIONS)}")

@@ -13,7 +13,7 @@ from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, wr
 from llmtrain.cli.sweep import command, rows_from
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import parameter_counts
-from llmtrain.storage.errors import InputMissing, InternalError, UsageError
+from llmtrain.storage.errors import BadData, InputMissing, InternalError, UsageError
 
 TINY = ModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, max_seq_len=16)
 SHAPE = Shape(TINY, batch_size=2, seq_len=8)
@@ -164,7 +164,6 @@ def test_memory_that_others_held_before_a_row_is_not_the_rows(results, monkeypat
         ("[[rows]]\nname='a'\nbatch_size=1\nseq_len=8\n", "vocab_size"),
         ("[sweep]\n", "has no \\[\\[rows\\]\\]"),
         ("[swep]\n", "unknown table 'swep'"),
-        ("[sweep\n", "is not TOML"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_one_line(tmp_path, text, words):
@@ -174,10 +173,13 @@ def test_a_configuration_that_cannot_be_is_one_line(tmp_path, text, words):
         command.main(["--config", str(config)], standalone_mode=False)
 
 
-def test_a_missing_configuration_and_a_failed_row_have_their_codes(tmp_path, monkeypatch):
+def test_a_missing_or_torn_configuration_and_a_failed_row_have_their_codes(tmp_path, monkeypatch):
     with pytest.raises(InputMissing):
         command.main(["--config", str(tmp_path / "none.toml")], standalone_mode=False)
     config = tmp_path / "s.toml"
+    config.write_text("[sweep\n")
+    with pytest.raises(BadData, match="is not TOML"):
+        command.main(["--config", str(config)], standalone_mode=False)
     config.write_text(CONFIG)
     monkeypatch.setattr(sweep, "run_row", lambda *_: {"status": "failed", "reason": "exit code 1: boom"})
     with pytest.raises(InternalError, match="3 of 3 rows failed; beyond any memory: exit code 1: boom"):
