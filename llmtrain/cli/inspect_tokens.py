@@ -77,7 +77,9 @@ def manifest_lines(file: "TokenFile") -> Iterator[Line]:
 
 def held_out(path: Path) -> Path | None:
     """The held-out file beside a token file, X.val.u16 of X.u16."""
-    beside = path.with_suffix(f".val{path.suffix}")
+    from llmtrain.corpus.token_manifest import held_out_path
+
+    beside = held_out_path(path)
     return beside if beside != path and (beside.is_file() or find_parts(beside)) else None
 
 

@@ -11,7 +11,7 @@ from llmtrain import __version__
 from llmtrain.corpus.config import MAX_VOCAB_SIZE
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import BadData
-from llmtrain.storage.manifest import read_json
+from llmtrain.storage.manifest import canonical_sha256, read_json
 
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
@@ -67,7 +67,7 @@ class BlockHashes:
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:
     """Of everything but the field that holds it. (`sha256` is the name of the blocks' hashes.)"""
     rest = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return canonical_sha256(rest)
 
 
 def write_manifest(

@@ -10,9 +10,7 @@ A line of the journal is written when what it speaks of is on the disk, so that 
 again. With the last line everything that publishing needs is in the folder, and each of its steps can be done twice.
 """
 
-import errno
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +22,7 @@ import numpy as np
 
 from llmtrain.corpus.counts import Counts
 from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, work_folder
-from llmtrain.storage.atomic import fsync_folder, write_json
+from llmtrain.storage.atomic import fsync_folder, refuse_what_is_no_file, remove_file, write_json
 from llmtrain.storage.errors import BadData, CannotCreate, ConfigMismatch, write_error
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
@@ -156,7 +154,7 @@ class Work:
 
     def __enter__(self) -> "Work":
         for path in (name for output in self.outputs for name in names(output)):
-            _refuse_what_is_no_file(path)
+            refuse_what_is_no_file(path)
         while True:
             try:
                 os.mkdir(self.folder)
@@ -300,7 +298,7 @@ class Work:
         new = [part for part in self.parts if not part.base]
         # From here on nothing vouches for old ids; the new manifests come last.
         for part in new:
-            remove(manifest_path(part.path))
+            remove_file(manifest_path(part.path))
         for part in new:
             if part.documents or keep_empty:
                 _rename(part.docs_at, docs_path(part.path))
@@ -308,7 +306,7 @@ class Work:
             elif not self.append:
                 # A held-out part of an earlier run may hold documents that are trained on now.
                 for path in names(part.path):
-                    remove(path)
+                    remove_file(path)
         fsync_folder(self.folder.parent)
         for number in reversed(range(len(self.parts))):
             part = self.parts[number]
@@ -322,7 +320,7 @@ class Work:
 
     def _remove(self) -> None:
         # Without a journal the rest is nothing that anybody goes on from.
-        remove(self.folder / "journal")
+        remove_file(self.folder / "journal")
         self._clear(keep=("lock",))
         self._clear(keep=())
         with suppress(OSError):
@@ -331,20 +329,12 @@ class Work:
     def _clear(self, keep: tuple[str, ...]) -> None:
         for path in list(self.folder.iterdir()):
             if path.name not in keep:
-                remove(path)
+                remove_file(path)
 
 
 def journal_engine(output: Path) -> dict[str, str] | None:
     """The engine with which the unfinished token file `output` was begun; None where there is none."""
     return next((line["engine"] for line in _whole_lines(work_folder(output) / "journal")), None)
-
-
-def remove(path: Path) -> None:
-    """Raises CannotCreate, StorageFailure."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise write_error(error, path, "removed") from error
 
 
 def _rename(source: Path, path: Path) -> None:
@@ -356,17 +346,6 @@ def _rename(source: Path, path: Path) -> None:
             raise BadData(f"{source}: is gone: remove {source.parent} and start over") from None
     except OSError as error:
         raise write_error(error, path) from error
-
-
-def _refuse_what_is_no_file(path: Path) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        return
-    if stat.S_ISDIR(mode):
-        raise write_error(OSError(errno.EISDIR, "is a folder"), path, "created")
-    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-        raise CannotCreate(f"{path}: cannot be created: a device or pipe has this name: name a file")
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -61,7 +61,7 @@ def atomic_file(path: PathLike) -> Iterator[AtomicFile]:
 
     Raises CannotCreate where the place does not take a file, StorageFailure where the disk fails."""
     final = Path(path)
-    _refuse_what_is_no_file(final)
+    refuse_what_is_no_file(final)
     _remove_partials_of_the_dead(final)
     raw = _open_partial(final)
     try:
@@ -286,8 +286,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _refuse_what_is_no_file(final: Path) -> None:
-    """A rename would put a plain file in the place of a device or a pipe, /dev/null for one."""
+def refuse_what_is_no_file(final: Path) -> None:
+    """Raises CannotCreate where what has the name is no file to be replaced: a rename would put a plain file in the
+    place of a device or a pipe, /dev/null for one."""
     try:
         mode = os.lstat(final).st_mode
     except OSError:
@@ -311,13 +312,20 @@ def _fsync_file(path: str) -> None:
         raise write_error(error, path) from error
 
 
+def remove_file(path: Path) -> None:
+    """Removes the file `path`; none there is fine. Raises CannotCreate, StorageFailure."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(error, path, "removed") from error
+
+
 def _delete(path: Path) -> None:
     """Deletes a folder or file that nobody needs, perhaps while another process does the same."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return remove_file(path)
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        shutil.rmtree(path)
     except FileNotFoundError:
         pass
     except OSError as error:

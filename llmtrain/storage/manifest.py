@@ -22,7 +22,7 @@ def seal(value: dict) -> dict:
     of the canonical JSON of what precedes it. For `write_json`, and back by `read_sealed`."""
     assert "sha256" not in value, "sealed already"
     value = json.loads(json_bytes(value))
-    return {**value, "sha256": _canonical_sha256(value)}
+    return {**value, "sha256": canonical_sha256(value)}
 
 
 def read_sealed(path: PathLike) -> dict:
@@ -46,8 +46,8 @@ def read_json(path: PathLike) -> dict:
     return _parse(_read(path), path)
 
 
-def _canonical_sha256(value: dict) -> str:
-    """Keys sorted, no spaces, ASCII: any program that reads JSON can make the same bytes."""
+def canonical_sha256(value: dict) -> str:
+    """Of the JSON of `value`, keys sorted, no spaces, ASCII: any program that reads JSON can make the same bytes."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
