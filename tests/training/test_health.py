@@ -14,28 +14,15 @@ import pytest
 
 from llmtrain.cli.main import run as main
 from llmtrain.storage.errors import Diverged, StopRequested
-from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run
 from tests.training.conftest import config
+from tests.training.runs import events, lines, state, tensors_of
 
 NAN = float("nan")
 
 
-def lines(run_dir: Path, kind: str) -> list[dict]:
-    return [line for line in JsonLines.read(run_dir / "metrics.jsonl") if line["kind"] == kind]
-
-
-def events(run_dir: Path, name: str) -> list[dict]:
-    return [line for line in lines(run_dir, "event") if line["event"] == name]
-
-
 def counts(run_dir: Path, step: int) -> dict:
-    return json.loads((checkpoint.folder_of(run_dir, step) / checkpoint.STATE).read_text())["optimizer"]
-
-
-def tensors(run_dir: Path, step: int) -> list[bytes]:
-    folder = checkpoint.folder_of(run_dir, step)
-    return [(folder / name).read_bytes() for name in (checkpoint.MODEL, checkpoint.OPTIMIZER)]
+    return state(run_dir, step)["optimizer"]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, what: str, steps: range, stop_after: int = 0) -> None:
@@ -113,7 +100,8 @@ def test_too_many_in_a_row_end_the_run_a_log_interval_later_at_most(what, corpus
     assert "the checkpoint of step 3 is from before" in text and "\n" not in text
     # In the row nothing is rotated out: the one from before it is there, however often the row was saved.
     assert checkpoint.list_steps(tmp_path / "run") == [9, 6, 3]
-    weights = {step: tensors(tmp_path / "run", step)[0][-2000:] for step in (3, 6, 9)}  # the file's head has the step
+    weights = {step: tensors_of(tmp_path / "run", step)[checkpoint.MODEL] for step in (3, 6, 9)}
+    weights = {step: data[-2000:] for step, data in weights.items()}  # the file's head has the step
     assert weights[6] == weights[9] != weights[3]
 
 
@@ -147,7 +135,7 @@ def test_a_run_resumed_in_a_row_of_skipped_steps_is_the_undisturbed_one(corpus, 
     assert counts(tmp_path / "run", 5) == {"count": 3, "skipped": 2, "skipped_in_a_row": 2}
     spoil(monkeypatch, "gradients", range(4, 8))
     run.train(config(corpus, tmp_path / "run"), resume=True)
-    assert tensors(tmp_path / "run", 12) == tensors(tmp_path / "whole", 12)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
     assert counts(tmp_path / "run", 12) == counts(tmp_path / "whole", 12)
 
 

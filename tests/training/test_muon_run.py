@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from llmtrain.model.flops import parameter_counts
 from llmtrain.model.memory import hidden_elements, training_memory
-from llmtrain.storage.errors import ConfigMismatch, StopRequested
+from llmtrain.storage.errors import ConfigMismatch
 from llmtrain.training import checkpoint, run
 from tests.training.conftest import SMALL, config
-from tests.training.test_run import figures, lines, stop_at, tensors_of
+from tests.training.runs import lines, outcome, stop_in, tensors_of
 
 MUON = {"optimizer": "muon", "muon_lr": 0.02, "skip_spikes": 6}
 
@@ -25,13 +25,10 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(corpus, undisturbed, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 5)
-        run.train(config(corpus, tmp_path / "run", optimizer=MUON), resume=False)
+    stop_in(config(corpus, tmp_path / "run", optimizer=MUON), 5, monkeypatch)
     assert "optimizer   Muon, momentum 0.95, lr up to 2.00e-02, for the " in capsys.readouterr().out
     run.train(config(corpus, tmp_path / "run", optimizer=MUON), resume=True)
-    assert figures(tmp_path / "run") == figures(undisturbed)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert outcome(tmp_path / "run") == outcome(undisturbed)
     first, *_, last = lines(undisturbed, "train")
     assert last["lm_loss"] < 0.9 * first["lm_loss"]
     with pytest.raises(ConfigMismatch, match="optimizer is muon in the checkpoints and adamw in"):

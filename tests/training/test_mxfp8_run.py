@@ -7,12 +7,12 @@ import torch
 
 from llmtrain.kernels.mxfp8 import rounded
 from llmtrain.model.config import ModelConfig
-from llmtrain.storage.errors import StopRequested, UsageError
+from llmtrain.storage.errors import UsageError
 from llmtrain.training import run
 from llmtrain.training.config import OptimizerConfig, TrainConfig
 from llmtrain.training.step import TrainStep
 from tests.training.conftest import config
-from tests.training.test_run import figures, stop_at, tensors_of
+from tests.training.runs import outcome, stop_in
 
 MODEL = ModelConfig(
     vocab_size=96, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96, max_seq_len=64
@@ -51,12 +51,9 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(corpus, tmp_path, monke
 
     run.train(settings("whole"), resume=False)
     assert "mxfp8 (emulated: operands rounded to MXFP8 and multiplied in bf16)" in capsys.readouterr().out
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 3)
-        run.train(settings("run"), resume=False)
+    stop_in(settings("run"), 3, monkeypatch)
     run.train(settings("run"), resume=True)
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
-    assert tensors_of(tmp_path / "run", 6) == tensors_of(tmp_path / "whole", 6)
+    assert outcome(tmp_path / "run", 6) == outcome(tmp_path / "whole", 6)
 
 
 def test_a_length_that_blocks_do_not_fill_is_refused(corpus, tmp_path):

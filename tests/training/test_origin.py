@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain.cli.main import run as llmtrain
-from llmtrain.storage.errors import ConfigMismatch, InputMissing, StopRequested, UsageError
+from llmtrain.storage.errors import ConfigMismatch, InputMissing, UsageError
 from llmtrain.training import checkpoint, run
 from llmtrain.training.config import TrainConfig
 from tests.training.conftest import config
-from tests.training.test_run import figures, lines, stop_at, tensors_of
+from tests.training.runs import figures, lines, outcome, stop_in, tensors_of
 
 STABLE = {"schedule": "wsd", "decay_share": 0.0, "warmup_steps": 2}
 EMA = {"ema_decay": 0.8}
@@ -46,12 +46,9 @@ def test_every_optimizer_and_schedule_goes_on_to_the_bit(optimizer, schedule, co
         return config(corpus, tmp_path / name, optimizer=of_optimizer, **falls)
 
     run.train(settings("whole"), resume=False)
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 6)
-        run.train(settings("run"), resume=False)
+    stop_in(settings("run"), 6, monkeypatch)
     run.train(settings("run"), resume=True)
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
-    assert tensors_of(tmp_path / "run", 9) == tensors_of(tmp_path / "whole", 9)
+    assert outcome(tmp_path / "run", 9) == outcome(tmp_path / "whole", 9)
     average = checkpoint.folder_of(tmp_path / "run", 9) / checkpoint.EMA
     assert average.read_bytes() == (checkpoint.folder_of(tmp_path / "whole", 9) / checkpoint.EMA).read_bytes()
 
@@ -65,9 +62,7 @@ def test_a_branch_that_changes_nothing_is_the_run_itself(corpus, stable, tmp_pat
 
 def test_a_branch_decays_from_where_it_left_and_can_be_stopped_and_resumed(corpus, stable, tmp_path, monkeypatch):
     decays = branch(corpus, tmp_path / "run", f"{stable}:8", total_steps=11, decay_share=3 / 11, min_lr_ratio=0.0)
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 1)
-        run.train(decays, resume=False)
+    stop_in(decays, 1, monkeypatch)
     run.train(decays, resume=True)
     rates = [lr for _, _, _, lr, _ in figures(tmp_path / "run")]
     assert rates == pytest.approx([1e-2, 1e-2 * (1 - (1 / 3) ** 0.5), 1e-2 * (1 - (2 / 3) ** 0.5)])

@@ -19,7 +19,8 @@ from llmtrain.storage.errors import HardwareFault
 from llmtrain.training import checkpoint, replay, run
 from llmtrain.training.config import RunConfig, TrainConfig
 from tests.training.conftest import SMALL, config
-from tests.training.test_health import events, lines, spoil, tensors
+from tests.training.runs import events, lines, tensors_of
+from tests.training.test_health import spoil
 
 EVERY = 3
 
@@ -67,7 +68,7 @@ def test_a_step_that_is_run_again_changes_no_bit_of_the_run(corpus, undisturbed,
     done = flip(monkeypatch, set())
     run.train(deterministic(corpus, tmp_path / "run", EVERY), resume=False)
     assert len(done) == 12 + 4
-    assert tensors(tmp_path / "run", 12) == tensors(undisturbed, 12)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
     for one, other in zip(lines(tmp_path / "run", "train"), lines(undisturbed, "train"), strict=True):
         assert [one[name] for name in ("step", "lm_loss", "grad_norm")] == [
             other[name] for name in ("step", "lm_loss", "grad_norm")
@@ -95,7 +96,7 @@ def test_one_flipped_bit_is_an_event_and_does_not_reach_the_weights(
     kind = "weight" if buffer == "master" else buffer
     assert (event["step"], event["tensors"], len(done)) == (6, [f"{kind} of layers.0.attention.qkv.weight"], 12 + 4 + 1)
     assert "step 6: the step, run again from the same state, gave other bits: 1 of" in capsys.readouterr().out
-    assert tensors(tmp_path / "run", 12) == tensors(undisturbed, 12)
+    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
 
 
 def test_a_machine_that_errs_again_ends_the_run_and_the_checkpoint_from_before_is_kept(corpus, tmp_path, monkeypatch):

@@ -6,57 +6,23 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from llmtrain.corpus.batches import assemble
 from llmtrain.kernels import choice
 from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
 from llmtrain.storage.errors import ConfigMismatch, StopRequested, StorageFailure, UsageError
-from llmtrain.storage.journal import JsonLines
-from llmtrain.training import checkpoint, fit, run, validate
+from llmtrain.training import checkpoint, run, validate
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.start import open_corpus
 from tests.corpus.files import write_sparse
 from tests.training.conftest import config, write_corpus
-
-
-def lines(run_dir: Path, kind: str) -> list[dict]:
-    return [line for line in JsonLines.read(run_dir / "metrics.jsonl") if line["kind"] == kind]
-
-
-def figures(run_dir: Path) -> list[tuple]:
-    """What must not depend on how often a run was stopped."""
-    return [(x["step"], x["lm_loss"], x["grad_norm"], x["lr"], x["epoch"]) for x in lines(run_dir, "train")]
-
-
-def tensors_of(run_dir: Path, step: int) -> dict[str, bytes]:
-    folder = checkpoint.folder_of(run_dir, step)
-    return {name: (folder / name).read_bytes() for name in (checkpoint.MODEL, checkpoint.OPTIMIZER)}
-
-
-def state(run_dir: Path, step: int) -> dict:
-    return json.loads((checkpoint.folder_of(run_dir, step) / checkpoint.STATE).read_text())
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """A signal that arrives while `step` is running."""
-    update = run.start.TrainStep.optimizer_step
-    done = [0]
-
-    def counted(self, lr):
-        update(self, lr)
-        done[0] += 1
-        if done[0] == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(run.start.TrainStep, "optimizer_step", counted)
+from tests.training.runs import evaluated, figures, lines, outcome, state, stop_at, stop_in, tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +48,10 @@ def test_a_run_learns_and_leaves_what_the_contract_says(undisturbed: Path):
 # 37 windows, 6 a step: the first epoch ends within step 7. Warmup ends at 5.
 @pytest.mark.parametrize("k", [1, 3, 6, 7])
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(k: int, corpus, undisturbed, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, k)
-        run.train(config(corpus, tmp_path / "run"), resume=False)
+    stop_in(config(corpus, tmp_path / "run"), k, monkeypatch)
     assert checkpoint.list_steps(tmp_path / "run") == [k]
     run.train(config(corpus, tmp_path / "run"), resume=True)
-    assert figures(tmp_path / "run") == figures(undisturbed)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert outcome(tmp_path / "run") == outcome(undisturbed)
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
@@ -104,9 +67,7 @@ def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(
     run.train(settings("whole"), resume=False)
     out = capsys.readouterr().out
     assert ("windows of whole documents" in out) == (packing == "documents") and "; within documents, " in out
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 7)
-        run.train(settings("run"), resume=False)
+    stop_in(settings("run"), 7, monkeypatch)
     run.train(settings("run"), resume=True)
     assert figures(tmp_path / "run") == figures(tmp_path / "whole") != figures(undisturbed)
     assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
@@ -129,12 +90,9 @@ def test_a_routed_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monke
 
     run.train(settings("whole"), resume=False)
     assert "2 layers of 6 experts of 12, of which a token meets 2 and 1 that all share" in capsys.readouterr().out
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 5)
-        run.train(settings("run"), resume=False)
+    stop_in(settings("run"), 5, monkeypatch)
     run.train(settings("run"), resume=True)
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     assert evaluated(tmp_path / "run") == evaluated(tmp_path / "whole")
     assert all(line["aux_loss"] > 0 for line in lines(tmp_path / "run", "train"))
     with pytest.raises(ConfigMismatch, match="moe is True"):
@@ -150,13 +108,10 @@ def test_a_run_in_eight_bits_ends_in_the_same_bits_after_a_stop(corpus, tmp_path
         return replace(of_run, model=replace(of_run.model, moe=moe, d_ff=64))
 
     run.train(settings("whole"), resume=False)
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 5)
-        run.train(settings("run"), resume=False)
+    stop_in(settings("run"), 5, monkeypatch)
     assert any(map(any, state(tmp_path / "run", checkpoint.list_steps(tmp_path / "run")[0])["optimizer"]["magnitudes"]))
     run.train(settings("run"), resume=True)
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 def test_eight_bits_are_refused_where_there_are_none(corpus, tmp_path):
@@ -167,12 +122,9 @@ def test_eight_bits_are_refused_where_there_are_none(corpus, tmp_path):
 
 def test_resumed_twice_ends_in_the_same_bits(corpus, undisturbed, tmp_path, monkeypatch):
     for k in (2, 5):
-        with monkeypatch.context() as patched, pytest.raises(StopRequested):
-            stop_at(patched, k)
-            run.train(config(corpus, tmp_path / "run"), resume=True)
+        stop_in(config(corpus, tmp_path / "run"), k, monkeypatch, resume=True)
     run.train(config(corpus, tmp_path / "run"), resume=True)
-    assert figures(tmp_path / "run") == figures(undisturbed)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert outcome(tmp_path / "run") == outcome(undisturbed)
     assert [x["attempt"] for x in lines(tmp_path / "run", "train")] == [1] * 2 + [2] * 5 + [3] * 5
 
 
@@ -193,8 +145,7 @@ def test_a_killed_run_loses_only_what_came_after_its_last_checkpoint(corpus, und
         run.train(config(corpus, tmp_path / "run", run={"checkpoint_every": 4}), resume=False)
     assert figures(tmp_path / "run")[-1][0] == 6
     run.train(config(corpus, tmp_path / "run", run={"checkpoint_every": 4}), resume=True)
-    assert figures(tmp_path / "run") == figures(undisturbed)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert outcome(tmp_path / "run") == outcome(undisturbed)
 
 
 def test_each_window_of_an_epoch_is_seen_once_across_a_resume(corpus, tmp_path, monkeypatch):
@@ -207,9 +158,7 @@ def test_each_window_of_an_epoch_is_seen_once_across_a_resume(corpus, tmp_path, 
         return batch
 
     monkeypatch.setattr(run.BatchStream, "__next__", taken)
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 3)
-        run.train(config(corpus, tmp_path / "run", total_steps=None, epochs=1), resume=False)
+    stop_in(config(corpus, tmp_path / "run", total_steps=None, epochs=1), 3, monkeypatch)
     run.train(config(corpus, tmp_path / "run", total_steps=None, epochs=1), resume=True)
     assert len(seen) == 37
     assert len(set(seen)) == 37
@@ -225,13 +174,10 @@ def test_a_corpus_of_50_billion_tokens_is_planned_and_trained_on(tmp_path, capsy
 
 
 def test_another_number_of_batches_ahead_changes_no_bit(corpus, undisturbed, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 5)
-        run.train(config(corpus, tmp_path / "run"), resume=False)
+    stop_in(config(corpus, tmp_path / "run"), 5, monkeypatch)
     monkeypatch.setattr(run, "BatchStream", functools.partial(run.BatchStream, depth=1))
     run.train(config(corpus, tmp_path / "run"), resume=True)
-    assert figures(tmp_path / "run") == figures(undisturbed)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert outcome(tmp_path / "run") == outcome(undisturbed)
 
 
 def test_another_split_into_micro_batches_gives_the_same_run_up_to_rounding(corpus, undisturbed, tmp_path):
@@ -305,8 +251,7 @@ def test_blocks_that_run_again_change_no_bit_and_raise_hfu_alone(corpus, undistu
     monkeypatch.setattr(run.devices, "device_name", lambda device: "NVIDIA H200")  # one whose peak is known
     settings = config(corpus, tmp_path / "run", run={"checkpoint_activations": "full"})
     run.train(settings, resume=False)
-    assert figures(tmp_path / "run") == figures(undisturbed)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(undisturbed, 12)
+    assert outcome(tmp_path / "run") == outcome(undisturbed)
     model = replace(settings.model, vocab_size=96)
     ratio = 1 + rerun_flops_per_token(model, 16, "full") / flops_per_token(model, 16)
     assert all(x["hfu"] == pytest.approx(x["mfu"] * ratio) for x in lines(tmp_path / "run", "train"))
@@ -318,9 +263,7 @@ def test_another_attention_goes_on_with_the_run_and_says_so(corpus, tmp_path, mo
         return replace(settings, model=replace(settings.model, head_dim=16))  # one our kernel has
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 2)
-        run.train(asked("auto"), resume=False)
+    stop_in(asked("auto"), 2, monkeypatch)
     assert state(tmp_path / "run", 2)["environment"]["attention"] == "reference"
     with monkeypatch.context() as patched, pytest.raises(StopRequested):
         stop_at(patched, 1)
@@ -373,10 +316,6 @@ def test_sigterm_saves_and_exits_75_and_resume_goes_on(corpus, tmp_path):
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", stopped, 75)
 
 
-def evaluated(run_dir: Path) -> list[tuple]:
-    return [(x["step"], x["source"], x["val_loss"]) for x in lines(run_dir, "eval")]
-
-
 @pytest.mark.parametrize("at", [0, 2, 4, 6])
 def test_a_signal_does_not_wait_for_an_evaluation_whose_lines_are_there_once_in_the_end(
     at, corpus, tmp_path, monkeypatch
@@ -407,9 +346,7 @@ def test_a_signal_does_not_wait_for_an_evaluation_whose_lines_are_there_once_in_
 
 
 def test_garbage_in_metrics_jsonl_does_not_keep_a_run_from_going_on(corpus, undisturbed, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 4)
-        run.train(config(corpus, tmp_path / "run"), resume=False)
+    stop_in(config(corpus, tmp_path / "run"), 4, monkeypatch)
     with open(tmp_path / "run/metrics.jsonl", "ab") as file:
         file.write(b'{"kind": "train", "step": null}\n{"attempt": "x"}\n[1]\n\xff\n{"kind": "eval", "step": "9"}\n' * 2)
         file.write(b'{"kind": "train", "step": 3')
@@ -448,93 +385,3 @@ def test_a_run_whose_disk_has_no_room_for_a_checkpoint_ends_before_its_first_ste
 def test_a_finished_run_needs_no_room(corpus, undisturbed, monkeypatch):
     monkeypatch.setattr("llmtrain.storage.disk.free_bytes", lambda folder: 0)
     run.train(config(corpus, undisturbed), resume=True)
-
-
-def chosen(run_dir: Path) -> tuple[int, int]:
-    """(batch_size, sequences of a step) of config.toml, which must be those of the newest checkpoint."""
-    of_run = tomllib.loads((run_dir / "config.toml").read_text())["run"]
-    newest = state(run_dir, checkpoint.list_steps(run_dir)[0])["config"]["run"]
-    assert (of_run["batch_size"], of_run["global_batch_size"]) == (newest["batch_size"], newest["global_batch_size"])
-    return of_run["batch_size"], of_run["global_batch_size"]
-
-
-def test_auto_chooses_once_and_a_resumed_run_keeps_its_bits_where_more_would_fit_now(corpus, tmp_path, monkeypatch):
-    def asked(name: str):
-        return config(corpus, tmp_path / name, run={"batch_size": "auto"})
-
-    monkeypatch.setattr(fit, "CPU_TOKENS", 4 * 16)
-    run.train(asked("whole"), resume=False)
-    assert chosen(tmp_path / "whole") == (3, 6)  # two even micro-batches, as 6 are more than the 4
-    (said,) = [line for line in lines(tmp_path / "whole", "event") if line["event"] == "trial"]
-    assert said["tried"] == [3] and "micro-batches of 3 fit, as --batch-size auto found" in said["text"]
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-        stop_at(patched, 5)
-        run.train(asked("run"), resume=False)
-    monkeypatch.setattr(fit, "CPU_TOKENS", 6 * 16)
-    run.train(asked("run"), resume=True)
-    assert chosen(tmp_path / "run") == (3, 6)
-    assert tensors_of(tmp_path / "run", 12) == tensors_of(tmp_path / "whole", 12)
-
-
-def test_auto_on_another_device_or_with_less_memory_chooses_anew_and_it_is_the_same_run(corpus, tmp_path, monkeypatch):
-    asked, plenty = config(corpus, tmp_path / "run", run={"batch_size": "auto"}), fit.Room(1 << 40, 1 << 40)
-    for k, (name, room, wanted) in enumerate(
-        [("one", plenty, 6), ("one", fit.Room(1 << 29, 1 << 29), 1), ("other", plenty, 6)], 1
-    ):
-        monkeypatch.setattr(fit, "room", lambda device, room=room: room)
-        monkeypatch.setattr(run.devices, "device_name", lambda device, name=name: name)
-        with monkeypatch.context() as patched, pytest.raises(StopRequested):
-            stop_at(patched, 1)
-            run.train(asked, resume=True)
-        assert checkpoint.list_steps(tmp_path / "run")[0] == k
-        assert chosen(tmp_path / "run") == (wanted, 6)
-    notes = [line["text"] for line in lines(tmp_path / "run", "event") if line["event"] == "note"]
-    assert any("batch_size is 1, was 6: losses may differ in their last bits" in note for note in notes)
-
-
-class Small:
-    """A card that holds micro-batches up to `size`, whatever was predicted."""
-
-    def __init__(self, size: int):
-        self.size, self.tried = size, []
-
-    def try_out(self, step, memory, evaluates):
-        self.tried.append(len(step.ids))
-        if len(step.ids) > self.size:
-            torch.empty(1 << 60, dtype=torch.uint8)  # a real want of memory
-
-
-def test_auto_goes_down_until_a_trial_fits_and_says_what_did_not(corpus, tmp_path, monkeypatch):
-    card = Small(2)
-    monkeypatch.setattr(run.start, "try_out", card.try_out)
-    run.train(config(corpus, tmp_path / "run", total_steps=2, run={"batch_size": "auto"}), resume=False)
-    assert card.tried == [6, 3, 2] and chosen(tmp_path / "run") == (2, 6)
-    (said,) = [line for line in lines(tmp_path / "run", "event") if line["event"] == "trial"]
-    assert "micro-batches of 2 fit, as --batch-size auto found; of 6, 3 did not" in said["text"]
-
-
-@pytest.mark.parametrize("asked", ["auto", 4])
-def test_a_run_that_does_not_fit_leaves_nothing(asked, corpus, tmp_path, monkeypatch):
-    card = Small(0)
-    monkeypatch.setattr(run.start, "try_out", card.try_out)
-    with pytest.raises(UsageError, match=f"--batch-size {1 if asked == 'auto' else 4} x --seq-len 16 does not fit"):
-        run.train(config(corpus, tmp_path / "a/run", run={"batch_size": asked}), resume=False)
-    assert card.tried == ([6, 3, 2, 1] if asked == "auto" else [4])
-    assert not (tmp_path / "a").exists()
-
-
-def test_memory_that_runs_out_later_ends_the_run_with_the_same_line(corpus, tmp_path, monkeypatch):
-    micro_step = run.start.TrainStep.micro_step
-
-    def hungry(self, *arguments, **named):
-        micro_step(self, *arguments, **named)
-        if len(done) == 2:
-            torch.empty(1 << 60, dtype=torch.uint8)
-        done.append(1)
-
-    done: list[int] = []
-    monkeypatch.setattr(run.start.TrainStep, "micro_step", hungry)
-    with pytest.raises(UsageError, match="--batch-size 4 x --seq-len 16 does not fit: it takes about .* MiB"):
-        run.train(config(corpus, tmp_path / "run"), resume=False)
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 2) and "fit" in status["reason"]

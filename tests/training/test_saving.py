@@ -18,16 +18,8 @@ from llmtrain.storage.errors import LlmtrainError, StopRequested, StorageFailure
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint, run, saving
 from tests.training.conftest import config
+from tests.training.runs import events, tensors_of
 from tests.training.test_checkpoint import save as save_random
-
-
-def events(run_dir: Path, name: str) -> list[dict]:
-    return [line for line in JsonLines.read(run_dir / "metrics.jsonl") if line.get("event") == name]
-
-
-def tensors_of(run_dir: Path, step: int) -> list[bytes]:
-    folder = checkpoint.folder_of(run_dir, step)
-    return [(folder / name).read_bytes() for name in (checkpoint.MODEL, checkpoint.OPTIMIZER)]
 
 
 def at_update(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:

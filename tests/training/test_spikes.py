@@ -18,7 +18,8 @@ from llmtrain.training import run, spikes
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.spikes import SpikeRule
 from tests.training.conftest import config
-from tests.training.test_health import counts, events, spoil, tensors
+from tests.training.runs import events, tensors_of
+from tests.training.test_health import counts, spoil
 from tests.training.test_step import build, data, feed
 
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def test_a_run_resumed_with_spikes_behind_it_or_in_the_midst_of_them_is_the_undi
         spoil(patched, "nothing", range(0), stop_after=stop_after)
         run.train(on(noisy, tmp_path / "run", 6.0), resume=False)
     run.train(on(noisy, tmp_path / "run", 6.0), resume=True)
-    assert tensors(tmp_path / "run", STEPS) == tensors(undisturbed, STEPS)
+    assert tensors_of(tmp_path / "run", STEPS) == tensors_of(undisturbed, STEPS)
     assert counts(tmp_path / "run", STEPS) == counts(undisturbed, STEPS)
 
 
@@ -182,7 +183,7 @@ def test_a_run_that_did_not_skip_spikes_trains_to_the_same_bits_and_may_begin_to
     assert counts(tmp_path / "run", 30) == {"count": 30, "skipped": 0, "skipped_in_a_row": 0}
     run.train(on(noisy, tmp_path / "run", 6.0), resume=True)
     assert [x["first"] for x in events(tmp_path / "run", "skipped")] == [165, 165, 190]
-    assert tensors(tmp_path / "run", STEPS) == tensors(undisturbed, STEPS)
+    assert tensors_of(tmp_path / "run", STEPS) == tensors_of(undisturbed, STEPS)
 
 
 def test_spikes_count_as_bad_steps(noisy, tmp_path):
