@@ -293,6 +293,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         document_mask=run.config.data.document_mask,
         rank=world.data_rank,
         ranks=world.data_ranks,
+        attention_windows=run.config.model.windows,
     )
     with Saver(run, plan, log) as saver, stream:
         throughput.resume()

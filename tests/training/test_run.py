@@ -81,6 +81,15 @@ def test_a_run_within_documents_ends_in_the_same_bits_after_a_stop(
         run.train(config(corpus, tmp_path / "run"), resume=True)
 
 
+def test_a_run_with_windows_counts_the_pairs_that_its_layers_see(corpus, tmp_path):
+    settings = config(corpus, tmp_path / "run", total_steps=1)
+    settings = replace(settings, model=replace(settings.model, window=5, global_every=2))
+    run.train(settings, resume=False)
+    (line,) = lines(tmp_path / "run", "train")
+    flops = flops_per_token(replace(settings.model, vocab_size=96), 16)
+    assert line["tflops"] == pytest.approx(line["tok_per_s"] * flops / 1e12)
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_routed_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monkeypatch, capsys, mode):
     def settings(name: str) -> TrainConfig:
