@@ -1,9 +1,11 @@
 """Real processes to kill, and small disks to fill."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,3 +80,19 @@ def small_disk(folder: Path, size: str = "1m") -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def killed_while_it_writes(writer: str, path: Path, look: Callable[[], int], dice: random.Random) -> None:
+    """Runs a program that writes version after version to `path`. `look` gives the version that is there; a moment
+    after it has met three of them the program is killed."""
+    seen: set[int] = set()
+    with python(writer, path) as process:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if path.exists():
+                version = look()
+                if len(seen) == 2 and version not in seen:
+                    end = time.monotonic() + dice.random() * 0.2
+                seen.add(version)
+        process.kill()
+    assert len(seen) > 2, "the program did not get to write"

@@ -4,7 +4,6 @@ import random
 import resource
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import CannotCreate, StorageFailure
-from tests.storage.processes import in_child, killed_at_each_line, python, small_disk
+from tests.storage.processes import in_child, killed_at_each_line, killed_while_it_writes, small_disk
 
 OLD, NEW = b"old" * 100, b"new" * 50_000
 
@@ -81,22 +80,16 @@ for n in range(10**9):
 
 def test_readers_never_see_a_half_written_file_and_a_kill_at_any_time_keeps_it_whole(tmp_path: Path):
     path = tmp_path / "model.bin"
-    dice = random.Random(0)
-    for _ in range(6):
-        versions = set()
-        with python(WRITER, path) as writer:
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                if path.exists():
-                    data = path.read_bytes()
-                    assert len(data) == 64 * 65536 and data == data[:1] * len(data)
-                    if data[0] not in versions and len(versions) == 2:
-                        end = time.monotonic() + dice.random() * 0.2
-                    versions.add(data[0])
-            writer.kill()
-        assert len(versions) > 2, "the writer did not get to write"
+
+    def look() -> int:
         data = path.read_bytes()
         assert len(data) == 64 * 65536 and data == data[:1] * len(data)
+        return data[0]
+
+    dice = random.Random(0)
+    for _ in range(6):
+        killed_while_it_writes(WRITER, path, look, dice)
+        look()
         assert len(names(tmp_path)) <= 2
 
 
