@@ -5,15 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from llmtrain.benchmark import config
 from llmtrain.benchmark.ceilings import measure_ceilings
-from llmtrain.benchmark.config import (
-    AttentionShapesConfig,
-    GemmShapesConfig,
-    HeadShapesConfig,
-    NormShapesConfig,
-    OpTimingConfig,
-    SwiGLUShapesConfig,
-)
 from llmtrain.benchmark.machine import describe, headline, installed
 from llmtrain.benchmark.op import Case, measure_cases
 from llmtrain.benchmark.op_tables import LEGEND, ceilings_line, method_line, op_lines
@@ -24,14 +19,9 @@ from llmtrain.training.devices import pick_device
 PEER_PACKAGES = ("nvidia-cudnn-frontend", "liger-kernel", "quack-kernels", "transformer-engine")
 
 
-def method_of(timing: OpTimingConfig) -> Method:
-    return Method(timing.sessions, timing.rounds, timing.samples, timing.turn_seconds)
-
-
-def norm_cases(shapes: NormShapesConfig, timing: OpTimingConfig) -> list[Case]:
+def rmsnorm_cases(shapes: config.NormShapesConfig, device: torch.device) -> list[Case]:
     from llmtrain.benchmark import rmsnorm
 
-    device = pick_device(timing.device)
     return [
         rmsnorm.make_case(rmsnorm.Shape(t, width, shapes.heads, bool(shapes.heads), shapes.residual), device)
         for width in shapes.width
@@ -39,25 +29,23 @@ def norm_cases(shapes: NormShapesConfig, timing: OpTimingConfig) -> list[Case]:
     ]
 
 
-def swiglu_cases(shapes: SwiGLUShapesConfig, timing: OpTimingConfig) -> list[Case]:
+def swiglu_cases(shapes: config.SwiGLUShapesConfig, device: torch.device) -> list[Case]:
     from llmtrain.benchmark import swiglu
 
-    device = pick_device(timing.device)
     heads = (shapes.n_heads, shapes.n_kv_heads, shapes.head_dim)
     return [swiglu.swiglu_case(t, shapes.d_ff, device) for t in shapes.tokens] + [
         swiglu.rotary_case(1, t, *heads, device) for t in shapes.tokens
     ]
 
 
-def gemm_cases(shapes: GemmShapesConfig, timing: OpTimingConfig) -> list[Case]:
+def gemm_cases(shapes: config.GemmShapesConfig, device: torch.device) -> list[Case]:
     from llmtrain.benchmark import gemm
 
-    device = pick_device(timing.device)
     pairs = zip(shapes.inputs, shapes.outputs, strict=True)
     return [gemm.make_case(shapes.tokens, k, n, device) for k, n in pairs]
 
 
-def attention_cases(shapes: AttentionShapesConfig, timing: OpTimingConfig) -> list[Case]:
+def attention_cases(shapes: config.AttentionShapesConfig, device: torch.device) -> list[Case]:
     from llmtrain.benchmark import attention
 
     count = max(1, round(shapes.tokens / (shapes.shortest + shapes.longest) * 2))
@@ -69,18 +57,17 @@ def attention_cases(shapes: AttentionShapesConfig, timing: OpTimingConfig) -> li
         f"{count} of {spread}", lengths, shapes.n_heads, shapes.n_kv_heads, shapes.head_dim, shapes.window or None,
         shapes.slots or None,
     )  # fmt: skip
-    return [attention.make_case(shape, pick_device(timing.device))]
+    return [attention.make_case(shape, device)]
 
 
-def head_cases(shapes: HeadShapesConfig, timing: OpTimingConfig) -> list[Case]:
+def head_cases(shapes: config.HeadShapesConfig, device: torch.device) -> list[Case]:
     from llmtrain.benchmark import head
 
-    device = pick_device(timing.device)
     return [head.make_case(head.Shape(t, shapes.width, shapes.vocabulary), device) for t in shapes.tokens]
 
 
 def measure_op(
-    kind: str, cases: Sequence[Case], timing: OpTimingConfig, tell: Callable[[str], None] | None = None
+    kind: str, cases: Sequence[Case], timing: config.OpTimingConfig, tell: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """All rows of the cases, as JSON: what docs/ops.md is made from."""
     begin = time.perf_counter()
@@ -88,7 +75,7 @@ def measure_op(
     machine = describe(device.type == "cuda")
     machine["versions"] |= {name: installed(name) for name in PEER_PACKAGES}
     ceilings = measure_ceilings(device)
-    method = method_of(timing)
+    method = Method(timing.sessions, timing.rounds, timing.samples, timing.turn_seconds)
     rows = measure_cases(cases, device=device, method=method, ceilings=ceilings, compiled=timing.compile, tell=tell)
     return {
         "kind": kind,

@@ -6,14 +6,7 @@ from typing import Any
 
 import click
 
-from llmtrain.benchmark.config import (
-    AttentionShapesConfig,
-    GemmShapesConfig,
-    HeadShapesConfig,
-    NormShapesConfig,
-    OpTimingConfig,
-    SwiGLUShapesConfig,
-)
+from llmtrain.benchmark import config
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import UsageError
 
@@ -22,26 +15,28 @@ def example(words: str) -> str:
     return f"Example:\n\n    llmtrain bench {words}\n"
 
 
-def op_command(name: str, summary: str, shapes: type, cases: str) -> click.Command:
-    """A command that times the cases which llmtrain.benchmark.ops.`cases` makes of `shapes`."""
+def op_command(name: str, summary: str, shapes: type) -> click.Command:
+    """A command that times the cases which `name`_cases of llmtrain.benchmark.ops makes of `shapes`."""
 
     @click.command(name, cls=ConfigCommand, help=summary, epilog=example(f"{name} --output {name}.md"))
     @click.option(
         "--output", type=click.Path(path_type=Path), metavar="FILE",
         help="Also write the Markdown there, and its JSON to data/ beside it.",
     )  # fmt: skip
-    @config_options(OpTimingConfig, shapes)
+    @config_options(config.OpTimingConfig, shapes)
     def command(given: dict[str, Any], output: Path | None) -> None:
-        timing = build(OpTimingConfig, given)
+        timing = build(config.OpTimingConfig, given)
         wanted: Any = build(shapes, given)
 
         from llmtrain.benchmark import ops
         from llmtrain.cli.bench import show
+        from llmtrain.training.devices import pick_device
         from llmtrain.training.fit import out_of_memory
 
-        make: Callable[..., list] = getattr(ops, cases)
+        make: Callable[..., list] = getattr(ops, f"{name}_cases")
         try:
-            data = ops.measure_op(name, make(wanted, timing), timing, tell=lambda line: click.echo(line, err=True))
+            cases = make(wanted, pick_device(timing.device))
+            data = ops.measure_op(name, cases, timing, tell=lambda line: click.echo(line, err=True))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -52,9 +47,9 @@ def op_command(name: str, summary: str, shapes: type, cases: str) -> click.Comma
 
 
 COMMANDS = (
-    op_command("rmsnorm", "RMSNorm against its peers: error and time.", NormShapesConfig, "norm_cases"),
-    op_command("swiglu", "SwiGLU and the rotation of q and k against their peers.", SwiGLUShapesConfig, "swiglu_cases"),
-    op_command("attention", "Attention within documents against its peers.", AttentionShapesConfig, "attention_cases"),
-    op_command("head", "The head: loss, both gradients and memory, against its peers.", HeadShapesConfig, "head_cases"),
-    op_command("gemm", "The matrix products of a linear layer against the ceiling.", GemmShapesConfig, "gemm_cases"),
+    op_command("rmsnorm", "RMSNorm against its peers: error and time.", config.NormShapesConfig),
+    op_command("swiglu", "SwiGLU and the rotation of q and k against their peers.", config.SwiGLUShapesConfig),
+    op_command("attention", "Attention within documents against its peers.", config.AttentionShapesConfig),
+    op_command("head", "The head: loss, both gradients and memory, against its peers.", config.HeadShapesConfig),
+    op_command("gemm", "The matrix products of a linear layer against the ceiling.", config.GemmShapesConfig),
 )
