@@ -1,12 +1,13 @@
 """Each page of docs/ that a script makes from its JSON is what the script makes of it."""
 
+import itertools
 import json
 import runpy
 from pathlib import Path
 
 import pytest
 
-from llmtrain.benchmark.peers_table import peers_markdown
+from llmtrain.benchmark.peers_table import peers_markdown, seconds_per_token
 from llmtrain.benchmark.tables import sweep_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -46,3 +47,29 @@ PAGES = {
 def test_a_page_is_what_its_script_makes_of_its_json(page, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts/bench")  # as where the script is run
     assert (DOCS / f"{page}.md").read_text() == PAGES[page](), f"make docs/{page}.md anew"
+
+
+def cells(page: Path, first: str) -> list[list[str]]:
+    """The rows of the table whose first row begins with `first`."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
+    begin = next(i for i, row in enumerate(rows) if row[:1] == [first]) + 2
+    return list(itertools.takewhile(len, rows[begin:]))
+
+
+def test_the_speeds_in_the_readme_are_those_of_the_peers_table():
+    cases = {case["name"]: case["rows"] for case in data("peers")["cases"]}
+    arms = ("llmtrain", "plain, compiled", "transformers, compiled")
+    for model, *speeds in cells(ROOT / "README.md", "model, batch"):
+        case = model.lower().replace("1.04b", "1b").replace(", ", "-").replace(" ", "")
+        measured = {row["arm"]: f"{1 / seconds_per_token(row).pooled:,.0f}" for row in cases[case]}
+        assert speeds == [measured.get(arm, "") for arm in arms]
+
+
+def test_the_kernels_in_the_lab_notes_are_those_of_their_json():
+    ratios: dict[str, list[str]] = {}
+    for record in json.loads((DOCS / "data/kernels.json").read_text()):
+        if "ratio" in record:
+            ratios.setdefault(record["op"], []).append(f"{record['ratio']:.2f}")
+    ops = ("rmsnorm forward, fork", "rmsnorm backward, residual", "rotary forward", "rotary backward")
+    shown = [row[1:] for row in cells(DOCS / "lab-notes.md", "kernel")]
+    assert shown == [ratios[op] for op in ops]
