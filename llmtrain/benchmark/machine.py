@@ -77,16 +77,6 @@ def card_state(ours: Iterable[int] = ()) -> dict | None:
     }
 
 
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def cpu_count() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -153,6 +143,8 @@ def versions() -> dict[str, str | None]:
 
 def describe(on_card: bool) -> dict:
     """The machine and its state, before a benchmark starts: what every table's JSON carries under "machine"."""
+    from llmtrain.training.devices import cpu_name
+
     card = card_state() if on_card else None
     busy = cpu_busy_share()
     return {

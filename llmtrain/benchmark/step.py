@@ -25,7 +25,7 @@ from llmtrain.model.flops import (
 )
 from llmtrain.model.memory import training_memory
 from llmtrain.training.config import OptimizerConfig, eight_bit
-from llmtrain.training.devices import check_precision, pick_attention, pick_device
+from llmtrain.training.devices import check_precision, device_name, pick_attention, pick_device
 from llmtrain.training.step import TrainStep
 
 GIB = 2**30
@@ -97,14 +97,9 @@ def model_figures(shape: Shape, checkpoint_activations: CheckpointActivations = 
     }
 
 
-def device_name(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
 def throughput(tok_per_s: float, figures: dict[str, Any], device: torch.device) -> dict[str, float | None]:
     """Achieved TFLOP/s and MFU by both counts, and HFU; shares are None on a device whose peak is not known."""
-    name = device_name(device)
-    peak = peak_flops(name) if name else None
+    peak = peak_flops(device_name(device))
     rates = {
         "": tok_per_s * figures["flops_per_token"],
         "classic_": tok_per_s * figures["classic_flops_per_token"],

@@ -23,19 +23,13 @@ from plain_model import PlainLlama  # noqa: E402
 from llmtrain.benchmark.config import Shape, TimingConfig, shape_from  # noqa: E402
 from llmtrain.benchmark.data import random_batches  # noqa: E402
 from llmtrain.benchmark.machine import installed  # noqa: E402
-from llmtrain.benchmark.row import out_of_memory  # noqa: E402
-from llmtrain.benchmark.step import (  # noqa: E402
-    LEARNING_RATE,
-    RandomSteps,
-    device_name,
-    distinct_steps,
-    peak_memory,
-)
+from llmtrain.benchmark.step import LEARNING_RATE, RandomSteps, distinct_steps, peak_memory  # noqa: E402
 from llmtrain.benchmark.timing import burst, steps_for  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
 from llmtrain.model.transformer import Transformer  # noqa: E402
 from llmtrain.training.config import OptimizerConfig  # noqa: E402
-from llmtrain.training.devices import pick_device  # noqa: E402
+from llmtrain.training.devices import device_name, pick_device  # noqa: E402
+from llmtrain.training.fit import out_of_memory  # noqa: E402
 
 SEED = 0
 ROUNDING = 2.0**-9
