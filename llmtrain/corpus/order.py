@@ -243,8 +243,3 @@ class SampleOrder:
             source, _ = self._deal(np.arange(samples - rest, samples))
             drawn = drawn + np.bincount(source, minlength=len(self.sources))
         return drawn
-
-    def source_epochs(self, samples: int) -> dict[str, float]:
-        """How many times the first `samples` samples go through each source."""
-        epochs = self.drawn(samples) / self.windows
-        return {source.name: float(n) for source, n in zip(self.sources, epochs, strict=True)}

@@ -62,7 +62,7 @@ def last_rows(width: int, grid: tuple[int, ...]) -> int:
     return max(grid[-1] + 1, min(1 << 20, MOST_ELEMENTS // width, 16 * grid[-1]))
 
 
-def windows(width: int, grid: tuple[int, ...]) -> list[tuple[int, int | None]]:
+def windows(grid: tuple[int, ...]) -> list[tuple[int, int | None]]:
     """(first number of rows, last or None)."""
     return list(zip((1, *(g + 1 for g in grid)), (*grid, None), strict=True))
 
@@ -165,7 +165,7 @@ def every_backward(width: int) -> list[BackwardRoute]:
 def compile_all(width: int, grid: tuple[int, ...], part: int) -> None:
     """Runs every candidate once at every number of rows, so that its code is in Triton's cache on disk."""
     device = torch.device("cuda")
-    for first, last in windows(width, grid):
+    for first, last in windows(grid):
         for n_rows in (first, last or min(last_rows(width, grid), 65536)):
             given = bench.make_inputs(bench.Shape(n_rows, width), device)
             rstd = rstd_of(given.x, torch.rsqrt)
@@ -190,7 +190,7 @@ def choose(
     record: dict[str, Any] = {"width": width, "windows": []}
     forward: list[Any] = []
     backwards: dict[bool, list[Any]] = {True: [], False: []}
-    for first, last in windows(width, grid):
+    for first, last in windows(grid):
         low, high = max((g for g in grid if g < first), default=grid[0]), last or grid[-1]
         tiles = {t: geometric(times[low][0][t], times[high][0][t]) for t in times[high][0]}
         forward.append((last, min(tiles, key=tiles.__getitem__)))

@@ -171,11 +171,11 @@ def test_blocks_are_dealt_in_different_orders(tmp_path):
     assert max(np.convolve(source, np.ones(20), "valid")) > 12  # dealt, not alternated
 
 
-def test_source_epochs_count_what_was_drawn(tmp_path):
+def test_what_is_drawn_of_each_source_is_counted(tmp_path):
     mix = SampleOrder(sources(tmp_path, (300, 7), (20, 3)), 8, seed=2)
     for samples in (0, 1, 999, 1000, 1001, 54_321):
         drawn = Counter(mix.locate(np.arange(samples))[0].tolist())
-        assert mix.source_epochs(samples) == {"s0": drawn[0] / 300, "s1": drawn[1] / 20}
+        assert mix.drawn(samples).tolist() == [drawn[0], drawn[1]]
 
 
 def test_weights_become_thousandths_by_largest_remainder():
