@@ -28,7 +28,7 @@ from llmtrain.storage.errors import (
     StorageFailure,
     UsageError,
 )
-from tests.corpus.test_tokenize import CONFIG, TEXTS, here, left, output_bytes, put, read, trained  # noqa: F401
+from tests.corpus.texts import CONFIG, TEXTS, left, output_bytes, put, read
 
 LINES = "".join(f"line {number} of a text, {number * number}\n" for number in range(400))
 
@@ -63,7 +63,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
-def test_a_stopped_run_goes_on_where_it_was(here: Path, monkeypatch: pytest.MonkeyPatch, holdout: float):  # noqa: F811
+def test_a_stopped_run_goes_on_where_it_was(here: Path, monkeypatch: pytest.MonkeyPatch, holdout: float):
     put([LINES, *TEXTS, LINES[:3000]])
     config = replace(CONFIG, document="line", holdout=holdout)
     tokenize(config)
@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_where_it_was(here: Path, monkeypatch: pytest.Monk
     assert 0 < sum(seen) < lines - 100
 
 
-def test_it_cannot_go_on_with_what_has_changed(here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_it_cannot_go_on_with_what_has_changed(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES, *TEXTS])
     config = replace(CONFIG, document="line", holdout=0.1)
     interrupted(monkeypatch, config)
@@ -96,7 +96,7 @@ def test_it_cannot_go_on_with_what_has_changed(here: Path, monkeypatch: pytest.M
         tokenize(config)
 
 
-def test_another_version_of_the_engine_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_another_version_of_the_engine_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES])
     config = replace(CONFIG, document="line")
     interrupted(monkeypatch, config)
@@ -105,7 +105,7 @@ def test_another_version_of_the_engine_is_refused(here: Path, monkeypatch: pytes
         tokenize(config)
 
 
-def test_what_was_not_read_yet_may_change(here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_what_was_not_read_yet_may_change(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES, b"\xff\n", "the last"])
     config = replace(CONFIG, document="line")
     interrupted(monkeypatch, config)
@@ -116,9 +116,7 @@ def test_what_was_not_read_yet_may_change(here: Path, monkeypatch: pytest.Monkey
     assert read() == [*LINES.splitlines(), "mended", "the last"]
 
 
-def test_damage_may_be_left_out_from_here_on_but_not_become_an_error(
-    here: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-):
+def test_damage_may_be_left_out_from_here_on_but_not_become_an_error(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([b"good\n\xff\n" + LINES.encode()])
     config = replace(CONFIG, document="line", on_bad="skip")
     interrupted(monkeypatch, config)
@@ -144,9 +142,7 @@ def stdin():
     os.close(kept)
 
 
-def test_standard_input_goes_on_behind_what_was_read_of_it(
-    here: Path, monkeypatch: pytest.MonkeyPatch, stdin: None  # noqa: F811
-):
+def test_standard_input_goes_on_behind_what_was_read_of_it(here: Path, monkeypatch: pytest.MonkeyPatch, stdin: None):
     config = replace(CONFIG, document="line", inputs=("-",))
     give_stdin(monkeypatch, LINES)
     interrupted(monkeypatch, config)
@@ -162,9 +158,7 @@ def test_standard_input_goes_on_behind_what_was_read_of_it(
     assert read() == LINES.splitlines() and sum(seen) < 390
 
 
-def test_a_journal_torn_by_a_power_cut_goes_on_from_its_last_whole_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-):
+def test_a_journal_torn_by_a_power_cut_goes_on_from_its_last_whole_line(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES])
     config = replace(CONFIG, document="line")
     interrupted(monkeypatch, config, 8, commit_seconds=0)
@@ -177,7 +171,7 @@ def test_a_journal_torn_by_a_power_cut_goes_on_from_its_last_whole_line(
     assert read() == LINES.splitlines() and 0 < sum(seen) < 400
 
 
-def test_ids_shorter_than_the_journal_says_are_bad_data(here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_ids_shorter_than_the_journal_says_are_bad_data(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES])
     config = replace(CONFIG, document="line")
     interrupted(monkeypatch, config)
@@ -186,9 +180,7 @@ def test_ids_shorter_than_the_journal_says_are_bad_data(here: Path, monkeypatch:
         tokenize(config)
 
 
-def test_a_full_disk_keeps_what_is_whole_and_the_same_command_goes_on(
-    here: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-):
+def test_a_full_disk_keeps_what_is_whole_and_the_same_command_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES])
     config = replace(CONFIG, document="line", holdout=0.3)
     tokenize(config)
@@ -217,7 +209,7 @@ def test_a_full_disk_keeps_what_is_whole_and_the_same_command_goes_on(
     assert output_bytes() == expected and len(left()) == 6 and 0 < sum(seen) < 400
 
 
-def test_one_command_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_one_command_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch):
     put([LINES])
     config = replace(CONFIG, document="line")
     waiting, go = threading.Event(), threading.Event()
@@ -244,7 +236,7 @@ def test_one_command_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch):  # 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.lists(st.text(min_size=1, max_size=30), max_size=6), more=st.lists(st.text(max_size=30), max_size=6))
-def test_appending_gives_the_bytes_of_all_at_once(here: Path, first: list[str], more: list[str]):  # noqa: F811
+def test_appending_gives_the_bytes_of_all_at_once(here: Path, first: list[str], more: list[str]):
     for name in ("a", "b"):
         Path(name).mkdir(exist_ok=True)
         for path in Path(name).iterdir():
@@ -271,9 +263,7 @@ def test_appending_gives_the_bytes_of_all_at_once(here: Path, first: list[str], 
     assert output_bytes() == expected
 
 
-def test_readers_see_what_the_manifest_counts_while_it_is_added_to(
-    here: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-):
+def test_readers_see_what_the_manifest_counts_while_it_is_added_to(here: Path, monkeypatch: pytest.MonkeyPatch):
     put(TEXTS)
     config = replace(CONFIG, holdout=0.3, document="line")
     tokenize(config)
@@ -295,7 +285,7 @@ def test_readers_see_what_the_manifest_counts_while_it_is_added_to(
         TokenFile.open("corpus.u16")
 
 
-def test_appending_that_fails_at_once_leaves_the_file_as_it_was(here: Path):  # noqa: F811
+def test_appending_that_fails_at_once_leaves_the_file_as_it_was(here: Path):
     put(TEXTS)
     tokenize(CONFIG)
     before = output_bytes()
@@ -305,7 +295,7 @@ def test_appending_that_fails_at_once_leaves_the_file_as_it_was(here: Path):  # 
     assert output_bytes() == before
 
 
-def test_only_a_token_file_of_the_same_tokenizer_and_engine_is_added_to(here: Path):  # noqa: F811
+def test_only_a_token_file_of_the_same_tokenizer_and_engine_is_added_to(here: Path):
     put(TEXTS)
     append = replace(CONFIG, append=True)
     with pytest.raises(InputMissing, match="no token file with a manifest to append to"):
@@ -336,7 +326,7 @@ def test_shares_hold_each_input_once_in_order_and_are_about_equal(sizes: list[in
     assert max(loads) - min(loads) <= max(sizes, default=0) + 1
 
 
-def test_parts_are_read_as_one_file(here: Path):  # noqa: F811
+def test_parts_are_read_as_one_file(here: Path):
     put([*TEXTS, LINES, LINES[:2000], "", "x", "y"])
     config = replace(CONFIG, document="line", holdout=0.1)
     for number in (3, 1, 2):
@@ -363,7 +353,7 @@ def test_parts_are_read_as_one_file(here: Path):  # noqa: F811
     assert whole.tokens == TokenFile.open("whole.u16").tokens
 
 
-def test_a_share_without_documents_is_a_part_too(here: Path):  # noqa: F811
+def test_a_share_without_documents_is_a_part_too(here: Path):
     put(["only one"])
     for number in (1, 2):
         tokenize(replace(CONFIG, shard=f"{number}/2", holdout=0.001))
@@ -372,7 +362,7 @@ def test_a_share_without_documents_is_a_part_too(here: Path):  # noqa: F811
         TokenFile.open("corpus.val.u16")
 
 
-def test_parts_that_do_not_belong_together_are_refused(here: Path):  # noqa: F811
+def test_parts_that_do_not_belong_together_are_refused(here: Path):
     put(TEXTS)
     tokenize(replace(CONFIG, shard="1/2"))
     with pytest.raises(InputMissing, match="corpus.2-of-2.u16: is missing, part 2 of 2 of corpus.u16"):
@@ -386,7 +376,7 @@ def test_parts_that_do_not_belong_together_are_refused(here: Path):  # noqa: F81
         TokenFile.open("corpus.u16")
 
 
-def test_shares_take_the_engine_of_those_that_are_there(here: Path):  # noqa: F811
+def test_shares_take_the_engine_of_those_that_are_there(here: Path):
     pytest.importorskip("gigatoken")
     put(TEXTS)
     tokenize(replace(CONFIG, shard="1/2"))
@@ -398,7 +388,7 @@ def test_shares_take_the_engine_of_those_that_are_there(here: Path):  # noqa: F8
 
 
 def test_a_dry_run_says_about_how_much_would_be_written(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     put([LINES] * 20)
     config = replace(CONFIG, document="line", dry_run=True)

@@ -4,12 +4,10 @@ import gzip
 import json
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pytest
 import zstandard
@@ -21,67 +19,15 @@ from llmtrain.corpus import tokenize as work
 from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
 from llmtrain.corpus.documents import falls_within
 from llmtrain.corpus.engine import TOKENIZERS, open_engine
-from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.token_manifest import held_out_path
 from llmtrain.corpus.tokenize import tokenize
-from llmtrain.corpus.tokenizer import EOS, Tokenizer, load, train
+from llmtrain.corpus.tokenizer import EOS, Tokenizer
 from llmtrain.corpus.tokenizer_training import train_tokenizer
 from llmtrain.corpus.workers import encode_block
 from llmtrain.storage.errors import BadData, CannotCreate, InputMissing, StorageFailure, UsageError
 from tests.corpus.forms import STORED, json_lines, store, write_parquet
 from tests.corpus.test_workers import no_worker_is_left
-
-# Fixed text, so that the documents chosen by their content are the same everywhere.
-TEXTS = (Path(__file__).parents[2] / "LICENSE").read_text().split("\n\n", 4)
-
-
-@pytest.fixture(scope="module")
-def trained() -> bytes:
-    return train(TEXTS, 500)
-
-
-@pytest.fixture
-def here(tmp_path: Path, trained: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with tokenizer.json and an empty text/, made the current one."""
-    (tmp_path / "tokenizer.json").write_bytes(trained)
-    (tmp_path / "text").mkdir()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-CONFIG = TokenizeConfig(inputs=("text",), output=Path("corpus.u16"), holdout=0, workers=1, engine=TOKENIZERS)
-
-
-def put(texts: Sequence[str | bytes], folder: str = "text") -> None:
-    for number, text in enumerate(texts):
-        data = text if isinstance(text, bytes) else text.encode()
-        (Path(folder) / f"{number:03d}.txt").write_bytes(data)
-
-
-def read(path: Path = CONFIG.output, tokenizer: Path = CONFIG.tokenizer) -> list[str]:
-    """The documents of a token file, cut by its index, which must agree with its EOS ids and its manifest."""
-    file = TokenFile.open(path)
-    assert sum(file.verify()) == path.stat().st_size
-    ids, manifest = np.array(file.ids), json.loads(Path(f"{path}.json").read_text())
-    assert file.doc_ends is not None
-    ends = np.array(file.doc_ends).astype(np.int64)
-    assert (np.flatnonzero(ids == manifest["eos_id"]) + 1).tolist() == ends.tolist()
-    assert manifest["tokens"] == len(ids) == sum(one["tokens"] for one in manifest["inputs"])
-    assert manifest["documents"] == len(ends) == sum(one["documents"] for one in manifest["inputs"])
-    assert manifest["max_id"] == ids.max() < manifest["vocab_size"]
-    tokenizer_ = load(tokenizer)
-    assert manifest["tokenizer"] == {"file": str(tokenizer), "sha256": tokenizer_.sha256}
-    return [tokenizer_.decode(part[:-1]) for part in np.split(ids, ends[:-1])]
-
-
-def output_bytes() -> list[bytes]:
-    paths = sorted(path for path in Path().iterdir() if path.name.startswith(("corpus", ".")))
-    return [str(path).encode() + path.read_bytes() for path in paths]
-
-
-def left() -> list[str]:
-    """What lies in the current folder beside the inputs."""
-    return sorted({path.name for path in Path().iterdir()} - {"text", "tokenizer.json"})
+from tests.corpus.texts import CONFIG, TEXTS, left, output_bytes, put, read
 
 
 def test_files_come_back_as_documents_in_order(here: Path, capsys: pytest.CaptureFixture[str]):
