@@ -10,11 +10,10 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from plain_io import drop_cache, plain_read, plain_write, timed
 
 from llmtrain.benchmark.machine import describe
 from llmtrain.model.config import ModelConfig
@@ -28,33 +27,6 @@ from llmtrain.training.optimizer import AdamW
 from llmtrain.training.snapshot import Snapshot
 
 CONFIG = ModelConfig(vocab_size=32000, d_model=640, n_layers=8, n_heads=10, n_kv_heads=2, d_ff=1760, max_seq_len=1024)
-CHUNK = 4 << 20
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def plain_write(path: Path, buffers: list[memoryview]) -> None:
-    with open(path, "wb", buffering=0) as file:
-        for buffer in buffers:
-            for at in range(0, buffer.nbytes, CHUNK):
-                file.write(buffer[at : at + CHUNK])
-        os.fsync(file.fileno())
-
-
-def plain_read(path: Path, buffers: list[memoryview]) -> None:
-    with open(path, "rb", buffering=0) as file:
-        for buffer in buffers:
-            for at in range(0, buffer.nbytes, CHUNK):
-                file.readinto(buffer[at : at + CHUNK])
-
-
-def drop_cache(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(folder: Path, rounds: int) -> dict:

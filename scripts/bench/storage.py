@@ -12,47 +12,20 @@ import os
 import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from plain_io import drop_cache, plain_read, plain_write, timed
 
 from llmtrain.storage import tensors
 
-CHUNK = 4 << 20
 N_TENSORS = 60  # about as many as a small model has
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def plain_write(path: Path, views: list[memoryview]) -> None:
+def careful_write(path: Path, views: list[memoryview]) -> None:
     """The bytes under a temporary name, fsync, rename: what any careful program does."""
     partial = path.with_suffix(".partial")
-    with open(partial, "wb", buffering=0) as file:
-        for view in views:
-            for at in range(0, view.nbytes, CHUNK):
-                file.write(view[at : at + CHUNK])
-        os.fsync(file.fileno())
+    plain_write(partial, views)
     os.replace(partial, path)
-
-
-def plain_read(path: Path, views: list[memoryview]) -> None:
-    """The bytes straight into the buffers."""
-    with open(path, "rb", buffering=0) as file:
-        for view in views:
-            for at in range(0, view.nbytes, CHUNK):
-                file.readinto(view[at : at + CHUNK])
-
-
-def drop_cache(path: Path) -> None:
-    """Takes the file's pages out of memory."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(folder: Path, megabytes: int, rounds: int) -> dict:
@@ -63,9 +36,9 @@ def measure(folder: Path, megabytes: int, rounds: int) -> dict:
     buffers = {name: memoryview(bytearray(size)) for name in entries}
     plain, ours = folder / "plain.bin", folder / "ours.safetensors"
     writes = {
-        "plain": lambda: plain_write(plain, views),
+        "plain": lambda: careful_write(plain, views),
         "tensors.write": lambda: tensors.write(ours, entries),
-        "plain twin": lambda: plain_write(plain, views),
+        "plain twin": lambda: careful_write(plain, views),
     }
     reads = {
         "plain": (plain, lambda: plain_read(plain, list(buffers.values()))),
@@ -81,7 +54,7 @@ def measure(folder: Path, megabytes: int, rounds: int) -> dict:
             took = timed(write)
             if turn:
                 seconds["write"][name].append(took)
-    plain_write(plain, views)
+    careful_write(plain, views)
     tensors.write(ours, entries)
     for turn in range(rounds + 1):
         for name, (path, read) in reads.items():
