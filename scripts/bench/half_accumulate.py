@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="Few samples.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    samples = 5 if args.quick else 25
+    samples = 1 if args.smoke else 5 if args.quick else 25
     device = "cpu" if args.smoke else "cuda"
     side, length = (128, 512) if args.smoke else (SIDE, DEPTH)
     tiles = TILES[:1] if args.smoke else TILES

@@ -48,16 +48,19 @@ batch_size = 2
 seq_len = 8
 model = { vocab_size = 65536, d_model = 1073741824 }
 [[rows]]
-name = "routed"
-batch_size = 2
-seq_len = 8
-model = { moe = true, n_experts = 4, n_shared_experts = 0 }
-[[rows]]
 name = "small"
 batch_size = 2
 seq_len = 8
 accumulate = 2
-model = { d_model = 256, n_heads = 8, n_kv_heads = 4, head_dim = 32, d_ff = 512 }
+[rows.model]
+d_model = 256
+n_heads = 8
+n_kv_heads = 4
+head_dim = 32
+d_ff = 512
+moe = true
+n_experts = 4
+n_shared_experts = 0
 """
 
 
@@ -83,17 +86,18 @@ def test_a_sweep_writes_its_table_and_goes_on_after_a_row_that_does_not_fit(tmp_
         command, ["--config", str(config), "--output", str(output)], catch_exceptions=False, standalone_mode=False
     )
     assert done.exception is None, done.output
-    assert done.stdout.startswith("3 rows, each given up after ") and "~: its bursts spread over 5%" in done.stdout
+    assert done.stdout.startswith("2 rows, each given up after ") and "~: its bursts spread over 5%" in done.stdout
     data = json.loads((tmp_path / "docs" / "data" / "table.json").read_text())
-    big, routed, small = data["rows"]
+    big, small = data["rows"]
     assert big["status"] == "oom" and "allocate memory" in big["reason"]
-    assert routed["status"] == "ok" and routed["parameters"] - routed["active_parameters"] == 2 * 3 * 16 * 8
     assert small["status"] == "ok" and small["tokens_per_step"] == 32
     assert small["tok_per_s"] == pytest.approx(32 / small["step_ms"] * 1e3)
     assert small["tflops"] == pytest.approx(small["tok_per_s"] * small["flops_per_token"] / 1e12)
     assert small["mfu"] is None and small["last_loss"] < small["first_loss"]
-    block = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512
-    assert small["parameters"] == small["active_parameters"] == 64 * 256 + block + 3 * 256
+    expert, router = 3 * 256 * 128, 4 * 256
+    block = 256 * (256 + 2 * 128) + 256 * 256 + router + 2 * expert
+    assert small["active_parameters"] == 64 * 256 + block + 3 * 256
+    assert small["parameters"] - small["active_parameters"] == 2 * expert
     text = output.read_text()
     assert "out of memory" in text and f"{small['tok_per_s']:,.0f}" in text
 
@@ -182,7 +186,7 @@ def test_a_missing_or_torn_configuration_and_a_failed_row_have_their_codes(tmp_p
         command.main(["--config", str(config)], standalone_mode=False)
     config.write_text(CONFIG)
     monkeypatch.setattr(sweep, "run_row", lambda *_: {"status": "failed", "reason": "exit code 1: boom"})
-    with pytest.raises(InternalError, match="3 of 3 rows failed; beyond any memory: exit code 1: boom"):
+    with pytest.raises(InternalError, match="2 of 2 rows failed; beyond any memory: exit code 1: boom"):
         command.main(["--config", str(config), "--output", str(tmp_path / "t.md")], standalone_mode=False)
     assert "| small | failed |" in (tmp_path / "t.md").read_text()
 
