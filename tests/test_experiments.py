@@ -48,6 +48,7 @@ def test_every_experiment_names_runs_that_exist_and_options_that_train_takes(pat
     for entry in plan["compare"]:
         for arm in ("a", "a2", "b"):
             assert {entry[arm]} <= set(names) if isinstance(entry[arm], str) else set(entry[arm]) <= set(names)
+        assert set(entry.get("replicates", [])) <= set(names)
     for entry in plan.get("evaluate", []):
         assert set(entry["runs"]) <= set(names)
     configs: list[TrainConfig] = []
@@ -72,11 +73,12 @@ runs = [
     {{name = "slow", options = ["--learning-rate", "1e-9"]}},
     {{name = "slower", options = ["--learning-rate", "1e-10"]}},
     {{name = "again", like = ["slow", "slower"], options = ["--seed", "0"]}},
+    {{name = "third", like = ["slow", "slower"], options = ["--seed", "0"]}},
     {{name = "fast", options = ["--learning-rate", "1e-2"]}},
     {{name = "branch", options = ["--branch-from", "{{runs}}/fast:4", "--learning-rate", "1e-2"]}},
 ]
 evaluate = [{{runs = ["fast"], options = ["--weights", "last"]}}]
-compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", b = "fast"}}]
+compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", replicates = ["third"], b = "fast"}}]
 """)
     args = argparse.Namespace(
         data=data, runs=tmp_path / "runs", gathered=tmp_path / "gathered", override=["--no-qk-norm"], output=None
@@ -84,7 +86,7 @@ compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", b = "fa
     first = script.Experiment(folder, args)
     first.train("again")  # like a run that is not there yet: not now
     first.train("slow")
-    assert first.result()["missing"] == ["slower", "again", "fast", "branch"] and first.compare() == []
+    assert first.result()["missing"] == ["slower", "again", "third", "fast", "branch"] and first.compare() == []
     shutil.rmtree(tmp_path / "runs")  # another session, which has what was gathered
     second = script.Experiment(folder, args)
     for name in second.by_name:
@@ -94,6 +96,7 @@ compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", b = "fa
     assert result["missing"] == [] and not (tmp_path / "runs/small/slow").exists()
     (verdict,) = result["comparisons"]
     assert verdict["verdict"] == "better" and verdict["arms"]["a2"] == "again" and verdict["arms"]["b"] == "fast"
+    assert len(verdict["runs"]) == 4, "three replicates and the change"
     assert result["runs"]["again"]["options"][-2:] == ["--seed", "0"]
     assert result["runs"]["fast"]["evaluations"]["--weightslast"][0]["step"] == 8
     assert result["runs"]["branch"]["val_loss"]["step"][-1] == 8

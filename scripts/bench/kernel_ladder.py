@@ -1,6 +1,7 @@
 """A layer of experts, rung by rung: loop over experts, grouped matmuls, eight bits, and the passes around them fused.
 
-    python scripts/bench/kernel_ladder.py [--output docs/experts.md] [--experts 32 --experts 64] [--quick]
+    python scripts/bench/kernel_ladder.py [--experts 32 --experts 64] [--tokens 2048] [--quick]
+    python scripts/bench/kernel_ladder.py --page      # docs/experts.md anew from its JSON, and nothing measured
 
 Each rung is one change to the one before it, so a speed-up has one cause; that of eight bits stands against the fused
 bf16 rung and never against the loop. Beside the times: the error of the layer's output in bf16's units in the last
@@ -9,6 +10,8 @@ grouped matmul. `--smoke` runs the same on a small layer, on the CPU too. Exits 
 """
 
 import argparse
+import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,16 +23,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.op import reason
-from llmtrain.benchmark.tables import table, write_page
-from llmtrain.benchmark.timing import milliseconds
-from llmtrain.kernels import choice
-from llmtrain.kernels.experts import routed_experts, router_logits
-from llmtrain.kernels.fp8_grouped import Fp8Experts
-from llmtrain.kernels.grouped import GROUPED_MM, deliver_grouped_product, grouped_linear
-from llmtrain.kernels.routing import Balance, route
-from llmtrain.kernels.weight import gradient_buffer
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from experts_page import (  # noqa: E402
+    BOTH,
+    BY_LOOP,
+    BY_OURS,
+    FUSED,
+    FUSED_FP8,
+    GROUPED,
+    GROUPED_FP8,
+    LOOP,
+    draw,
+    page,
+)
+from precision_page import read  # noqa: E402
+
+from llmtrain.benchmark.machine import describe  # noqa: E402
+from llmtrain.benchmark.op import reason  # noqa: E402
+from llmtrain.benchmark.tables import data_path, write_table  # noqa: E402
+from llmtrain.benchmark.timing import milliseconds  # noqa: E402
+from llmtrain.kernels import choice  # noqa: E402
+from llmtrain.kernels.experts import routed_experts, router_logits  # noqa: E402
+from llmtrain.kernels.fp8_grouped import Fp8Experts  # noqa: E402
+from llmtrain.kernels.grouped import GROUPED_MM, deliver_grouped_product, grouped_linear  # noqa: E402
+from llmtrain.kernels.routing import Balance, route  # noqa: E402
+from llmtrain.kernels.weight import gradient_buffer  # noqa: E402
+from llmtrain.storage.atomic import write_bytes  # noqa: E402
 
 AROUND = ("experts", "routing", "fp8")
 """Ops that the last two rungs fuse, and the others leave to torch."""
@@ -55,11 +75,11 @@ class Rung:
 
 
 RUNGS = (
-    Rung("loop over experts, bf16", choice.REFERENCE),
-    Rung("grouped, bf16", choice.AUTO),
-    Rung("grouped, FP8", choice.AUTO, eight_bit=True),
-    Rung("grouped and fused, bf16", choice.AUTO, fused=True),
-    Rung("grouped and fused, FP8", choice.AUTO, eight_bit=True, fused=True),
+    Rung(LOOP, choice.REFERENCE),
+    Rung(GROUPED, choice.AUTO),
+    Rung(GROUPED_FP8, choice.AUTO, eight_bit=True),
+    Rung(FUSED, choice.AUTO, fused=True),
+    Rung(FUSED_FP8, choice.AUTO, eight_bit=True, fused=True),
 )
 
 
@@ -139,7 +159,9 @@ def rung_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[str,
     exact = inputs.exact()
     records = []
     for rung in RUNGS:
-        record: dict[str, Any] = {"experts": n_experts, "rung": rung.name, "eight_bit": rung.eight_bit}
+        record: dict[str, Any] = {
+            "tokens": inputs.layer.tokens, "experts": n_experts, "rung": rung.name, "eight_bit": rung.eight_bit,
+        }  # fmt: skip
         try:
             with torch.no_grad():
                 y = inputs.forward(rung, torch.zeros_like(inputs.dy)).reshape(exact.shape)
@@ -174,10 +196,11 @@ def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[s
     flops = 2 * x.shape[0] * weight[0].numel()
     with choice.forced(choice.REFERENCE, "grouped"):
         loop = grouped_linear(x, weight, ends)
-    records = []
+    records: list[dict[str, Any]] = []
     on_card = device.type == "cuda"
+    at = {"tokens": layer.tokens, "experts": n_experts}
     for name in (choice.REFERENCE, *((choice.TRITON, GROUPED_MM) if on_card else ())):
-        record = {"experts": n_experts, "product": "forward", "by": name}
+        record: dict[str, Any] = {**at, "product": "forward", "by": name}
         try:
             with choice.forced(name, "grouped"):
                 y = grouped_linear(x, weight, ends)
@@ -200,7 +223,7 @@ def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[s
 
     # The loop is run for its bits alone: FP32 accumulation over all rows of an expert, as ours.
     for name, run in (("ours: FP32 in place, rows by index", ours), ("grouped_mm to bf16, then added", by_torch)):
-        record = {"experts": n_experts, "product": "dW", "by": name}
+        record = {**at, "product": "dW", "by": name}
         if not on_card and run is by_torch:
             continue
         try:
@@ -216,72 +239,63 @@ def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[s
         except Exception as error_met:
             record |= {"reason": reason(error_met)}
         records.append(record)
+
+    def all_three() -> None:
+        grouped_linear(x, weight, ends)
+        grouped_linear(dy, weight, ends, transposed=True)
+        deliver_grouped_product(weight, dy, rows, ends, x_rows=routing.tokens)
+
+    for name, forced in ((BY_LOOP, choice.REFERENCE), (BY_OURS, choice.AUTO)):
+        record = {**at, "product": BOTH, "by": name}
+        try:
+            weight.grad_stale = False  # type: ignore[attr-defined]
+            with choice.forced(forced, "grouped", "grouped_gradient"):
+                ms = milliseconds(all_three, device, samples, graph=forced == choice.AUTO)
+            record |= {"ms": ms, "tflops": 3 * flops / ms / 1e9}
+        except Exception as error_met:
+            record |= {"reason": reason(error_met)}
+        records.append(record)
     for record in records:
         print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()), flush=True)
     return records
-
-
-def markdown(data: dict[str, Any], source: str) -> str:
-    layer = data["layer"]
-    lines = [
-        "# Experts, rung by rung",
-        "",
-        f"Made by `scripts/bench/kernel_ladder.py` from [{source}]({source}). One layer: {layer['tokens']:,} tokens "
-        f"of {layer['d_model']}, each to {layer['k']} experts of {layer['width']}; forward and backward, router and "
-        "losses included, medians of CUDA-graph replays with a cold L2 (of the loop, which waits for the device, of "
-        "eager calls).",
-        "",
-        headline(data["machine"]),
-        "",
-    ]
-    rows = []
-    by_name = {(r["experts"], r["rung"]): r for r in data["rungs"] if r["status"] == "ok"}
-    against = {RUNGS[1]: RUNGS[0], RUNGS[2]: RUNGS[1], RUNGS[3]: RUNGS[1], RUNGS[4]: RUNGS[3]}
-    for r in data["rungs"]:
-        if r["status"] != "ok":
-            rows.append([str(r["experts"]), r["rung"], "failed", "", "", "", "", r["reason"]])
-            continue
-        rung = next(one for one in RUNGS if one.name == r["rung"])
-        before = by_name.get((r["experts"], against[rung].name)) if rung in against else None
-        gain = f"{before['ms'] / r['ms']:.2f} times {against[rung].name}" if before else ""
-        rows.append([
-            str(r["experts"]), r["rung"], r["ran"], f"{r['forward_ms']:.3f}", f"{r['ms']:.3f}", f"{r['ulps']:.1f}",
-            f"{r['relative_error']:.2e}", gain,
-        ])  # fmt: skip
-    header = ("experts", "rung", "products by", "forward ms", "both ms", "ULP", "relative error", "speed-up")
-    lines += [*table(header, rows, numbers_from=3), "", "The products by themselves (gate and up):", ""]
-    products = [
-        [
-            str(r["experts"]), r["product"], r["by"], f"{r['ms']:.3f}", f"{r['tflops']:.0f}",
-            f"{r['bits_of_the_loop']:.2%}" if "bits_of_the_loop" in r else "",
-            f"{r['relative_error']:.1e}" if "relative_error" in r else "",
-        ]
-        for r in data["products"] if "ms" in r
-    ]  # fmt: skip
-    header = ("experts", "product", "by", "ms", "TFLOP/s", "elements with the loop's bits", "relative error")
-    lines += [*table(header, products, numbers_from=3), ""]
-    failed = [r for r in data["products"] if "reason" in r]
-    lines += [f"- {r['experts']} experts, {r['product']} by {r['by']}: {r['reason']}." for r in failed]
-    return "\n".join([*lines, ""])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/experts.md"))
     parser.add_argument("--experts", type=int, action="append", help="How many; repeat it. Default: 32, 48, 64, 96.")
+    parser.add_argument("--tokens", type=int, action="append", help="Of a step; repeat it. Default: 2048, 32768.")
     parser.add_argument("--quick", action="store_true", help="Few samples.")
+    parser.add_argument("--page", action="store_true", help="Measure nothing.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    source = data_path(args.output)
+
+    def write(data: dict[str, Any] | None, drawn: bool) -> None:
+        shown = draw(data, args.output.with_suffix(".png")) if data and drawn else None
+        beside = read(data_path(args.output.with_name("precision.md")))
+        text = page(data, beside, os.path.relpath(source, args.output.parent), shown)
+        if data is None:
+            write_bytes(args.output, text.encode())
+        else:
+            write_table(args.output, data, text)
+
+    if args.page:
+        write(read(source), drawn=True)
+        return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layer = Layer(tokens=96, d_model=64, width=32, k=2, sequences=2) if args.smoke else Layer()
     samples = 3 if args.quick or args.smoke else 15
-    machine = describe(device.type == "cuda")
-    data: dict[str, Any] = {"machine": machine, "layer": vars(layer), "rungs": [], "products": []}
-    for n_experts in args.experts or ([4] if args.smoke else [32, 48, 64, 96]):
-        inputs = Inputs(layer, n_experts, device)
-        data["rungs"] += rung_records(inputs, n_experts, samples)
-        data["products"] += product_records(inputs, n_experts, samples)
-        write_page(args.output, data, markdown)
+    shared = {name: value for name, value in vars(layer).items() if name != "tokens"}
+    data: dict[str, Any] = {"machine": describe(device.type == "cuda"), "layer": shared, "rungs": [], "products": []}
+    for tokens in args.tokens or ([96] if args.smoke else [2048, 32768]):
+        for n_experts in args.experts or ([4] if args.smoke else [32, 48, 64, 96]):
+            inputs = Inputs(dataclasses.replace(layer, tokens=tokens), n_experts, device)
+            data["rungs"] += rung_records(inputs, n_experts, samples)
+            data["products"] += product_records(inputs, n_experts, samples)
+            write(data, drawn=False)
+            del inputs
+    write(data, drawn=not args.smoke)
     wrong = [r for r in data["rungs"] if r["status"] == "failed" or (not r["eight_bit"] and r["ulps"] > MOST_ULPS)]
     return 1 if wrong else 0
 

@@ -171,10 +171,17 @@ def initial_weights(config: ModelConfig) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def plain(shape: Shape, precision: str, device: torch.device, *, compiled: bool, captured: bool) -> Torch:
+def plain(
+    shape: Shape, precision: str, device: torch.device, *, compiled: bool, captured: bool, float8: bool = False
+) -> Torch:
     model = PlainLlama(shape.model, torch.bfloat16 if precision == "bf16" else torch.float32)
     model.load_state_dict(initial_weights(shape.model))
     model.to(device)
+    if float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        # Its default is a scale a tensor, of the tensor's own values. The head is no nn.Linear, and so stays in bf16.
+        convert_to_float8_training(model, config=Float8LinearConfig(emulate=device.type != "cuda"))
     mean_loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(model, dynamic=False) if compiled else model
     return Torch(model, mean_loss, shape, precision, device, captured)
 
@@ -237,17 +244,20 @@ def transformers_llama(shape: Shape, precision: str, device: torch.device, *, co
     return Torch(model, mean_loss, shape, precision, device)
 
 
+TORCHAO_ARM = "plain, compiled, torchao float8"
 ARMS: dict[str, Callable[..., Any]] = {
     "llmtrain": lambda *a: Ours(*a, moved=False),
     "llmtrain (copy)": lambda *a: Ours(*a, moved=True),
     "plain": lambda *a: plain(*a, compiled=False, captured=False),
     "plain, compiled": lambda *a: plain(*a, compiled=True, captured=False),
     "plain, compiled, CUDA graphs": lambda *a: plain(*a, compiled=True, captured=True),
+    TORCHAO_ARM: lambda *a: plain(*a, compiled=a[2].type == "cuda", captured=False, float8=True),
     "transformers": lambda *a: transformers_llama(*a, compiled=False, liger=False),
     "transformers, compiled": lambda *a: transformers_llama(*a, compiled=True, liger=False),
     "transformers, Liger": lambda *a: transformers_llama(*a, compiled=False, liger=True),
 }
 NEEDS = {
+    TORCHAO_ARM: "torchao",
     "transformers": "transformers",
     "transformers, compiled": "transformers",
     "transformers, Liger": "liger_kernel",
@@ -289,7 +299,7 @@ def serve(request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> 
                 "device_name": device_name(device),
                 "not_captured": why,
                 "skipped_updates": skipped,
-                "versions": {name: installed(name) for name in ("transformers", "liger_kernel")},
+                "versions": {name: installed(name) for name in ("transformers", "liger_kernel", "torchao")},
                 **peak_memory(device),
             }
         )

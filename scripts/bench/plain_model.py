@@ -35,11 +35,16 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = [c.n_heads, c.n_kv_heads, c.n_kv_heads]
         self.qkv = nn.Linear(c.d_model, c.qkv_width, bias=False)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c.norm_eps) for _ in range(2))
+        self.qk_norm = c.qk_norm
         self.out = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, t, _ = x.shape
         q, k, v = self.qkv(x).view(b, t, sum(self.heads), -1).split(self.heads, 2)  # (B, T, H, D) each
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, H, T, D)
@@ -78,8 +83,8 @@ class PlainLlama(nn.Module):
 
     def __init__(self, c: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        assert c.tie_embeddings and not c.qk_norm and not c.z_loss, "the plain model is a Llama with a tied head"
-        self.dtype = dtype
+        assert c.tie_embeddings and not c.moe and not c.window, "the plain model is a Llama with a tied head"
+        self.dtype, self.z_loss = dtype, c.z_loss
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = RMSNorm(c.d_model, c.norm_eps)
@@ -89,10 +94,12 @@ class PlainLlama(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """ids, targets: (B, T) int64 -> the mean cross-entropy."""
+        """ids, targets: (B, T) int64 -> the mean cross-entropy, and with a z-loss that too."""
         t = ids.shape[1]
         h = self.embedding(ids).to(self.dtype)
         for block in self.layers:
             h = block(h, self.cos[:t], self.sin[:t])
         logits = F.linear(self.norm(h), self.embedding.weight)  # (B, T, V)
-        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
+        rows = logits.float().view(-1, logits.shape[-1])
+        loss = F.cross_entropy(rows, targets.view(-1))
+        return loss + self.z_loss * rows.logsumexp(-1).square().mean() if self.z_loss else loss

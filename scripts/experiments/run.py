@@ -86,12 +86,15 @@ class Experiment:
         said = []
         for entry in self.plan["compare"]:
             names = [self.best(entry[arm]) for arm in ("a", "a2", "b")]
-            if not all(names):
+            further = entry.get("replicates", [])  # of a, beside a2
+            if not all(names) or not all(map(self.finished, further)):
                 print(f"{entry['name']}: not all of its runs are finished")
                 continue
             picture = self.folder / f"{entry['name'].replace(' ', '-')}.png"
             paths = [str(self.gathered / name) for name in names]
-            options = entry.get("options", ["--metric", VAL_LOSS])
+            options = list(entry.get("options", ["--metric", VAL_LOSS]))
+            for name in further:
+                options += ["--replicate", str(self.gathered / name)]
             plot = ["--plot", str(picture)] if has_matplotlib() else []
             found = json.loads(llmtrain("compare", *paths, *options, *plot, "--json"))
             print(f"{entry['name']}: {found['verdict']}, {found['difference']:+.4f}, {found['floors']} floors")

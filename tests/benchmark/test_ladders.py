@@ -16,6 +16,8 @@ SHAPE = Shape(ModelConfig(vocab_size=64, max_seq_len=16), batch_size=8, seq_len=
 
 
 def script(name: str) -> ModuleType:
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
     spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
@@ -31,7 +33,7 @@ def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
     data = json.loads((tmp_path / "data" / "page.json").read_text())
     text = output.read_text()
     if name == "kernel_ladder":
-        assert [r["status"] for r in data["rungs"]] == ["ok"] * 5
+        assert [r["status"] for r in data["rungs"]] == ["ok"] * 5 and not [r for r in data["products"] if "reason" in r]
         assert all((r["relative_error"] > 0.01) == r["eight_bit"] for r in data["rungs"])
         assert "times grouped and fused, bf16" in text and text.count("times loop over experts, bf16") == 1
     else:
@@ -40,30 +42,100 @@ def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
         assert errors["float16", "FP32, Triton", 1] < halves[0] < halves[1] < halves[2], "the longer the sum, the worse"
 
 
-def test_each_precision_climbs_to_its_own_best_micro_batch(monkeypatch):
+def test_each_arm_climbs_to_its_own_best_micro_batch():
     precision = script("precision")
     rates = {1: 5, 2: 10, 4: 20, 8: 30, 16: 25, 32: 99}
 
     def measured(fits: int):
-        def run_row(row, timing, timeout):
-            size = row.shape.batch_size
+        def take(size):
             if size > fits:
-                return {"status": "oom", "reason": "full"}
-            return {"status": "ok", "tok_per_s": rates[size], "allocated_gib": 1.0, "mfu": 0.4, "flops_per_token": 1e9}
+                return {"status": "oom", "batch_size": size}
+            return {"status": "ok", "tok_per_s": rates[size], "batch_size": size}
 
-        return run_row
+        return take
 
-    runs = {}
     for fits, sizes, best in ((64, [8, 16, 4], 8), (2, [8, 4, 2, 1], 2), (0, [8, 4, 2, 1], None)):
-        monkeypatch.setattr(precision, "run_row", measured(fits))
-        runs[fits] = precision.climb("moe-1b", SHAPE, TimingConfig(precision="bf16"), quick=False)
-        assert [r["batch_size"] for r in runs[fits]] == sizes
-        found = precision.best(runs[fits])
+        records = precision.climb(8, measured(fits), quick=False)
+        assert [r["batch_size"] for r in records] == sizes
+        found = precision.best(records)
         assert (found and found["batch_size"]) == best
+        assert precision.climb(8, measured(fits), quick=True) == records[:1]
+
+
+@pytest.mark.parametrize(
+    "preset, fits, modes",
+    [("none", 8, {"none"}), ("none", 4, {"none", "selective", "full"}), ("full", 8, {"none", "selective", "full"})],
+)
+def test_activations_run_again_where_that_is_needed(monkeypatch, tmp_path, preset, fits, modes):
+    precision, kept = script("precision"), []
+
+    def run_row(row, timing, timeout):
+        assert (timing.precision, timing.fp8_scaling) == ("fp8", "rowwise")
+        if row.shape.batch_size > fits and timing.checkpoint_activations == "none":
+            return {"status": "oom", "reason": "full"}
+        return {"status": "ok", "tok_per_s": 1, "allocated_gib": 1.0}
+
+    monkeypatch.setattr(precision, "run_row", run_row)
+    timing, (arm,) = TimingConfig(checkpoint_activations=preset), [a for a in precision.ARMS if a.name == "fp8 rowwise"]
+    precision.run_rung("1b", arm, SHAPE, timing, tmp_path, False, kept.append)
+    assert {r["checkpoint_activations"] for r in kept} == modes
+
+
+def runs_of(name: str, arm: str, tok_per_s: float, batch_size: int = 16, **other) -> dict:
+    return {
+        "name": name, "arm": arm, "status": "ok", "tok_per_s": tok_per_s, "batch_size": batch_size, "seq_len": 2048,
+        "checkpoint_activations": "none", "parameters": 2e9, "active": 1e9 if "moe" in name else 2e9, "contended": [],
+        "allocated_gib": 1.0, "mfu": 0.4, "flops_per_token": 1e9, "precision": "fp8" if "fp8" in arm else "bf16",
+        **other,
+    }  # fmt: skip
+
+
+def test_the_page_holds_what_was_measured_against_the_bar_and_says_what_was_not():
+    page = script("precision_page")
     machine = {"card": None, "cpu": "a", "cores": 1, "versions": {}, "system": "b", "contended": [], "taken": "now"}
-    eight = [dict(r, precision="fp8", tok_per_s=2 * r["tok_per_s"]) for r in runs[64]]
-    dense = [dict(runs[64][0], name="200m", tok_per_s=40)]
-    data = {"machine": machine, "precisions": ("bf16", "fp8"), "runs": [*runs[64], *eight, *dense]}
-    text = precision.markdown(data, "x.json")
-    assert "| 2.000 |" in text and "moe-1b in bf16 trains at 0.750 of the rate of 200m" in text
-    assert "none fits" in text, "200m in fp8 was not measured"
+    runs = [
+        runs_of("1b", "bf16", 90_000), runs_of("1b", "bf16", 95_000, batch_size=32), runs_of("1b", "fp8", 121_500),
+        runs_of("moe-1b", "bf16", 300_000), runs_of("200m", "bf16", 400_000, checkpoint_activations="full"),
+        {**runs_of("1b", "torchao tensorwise", 0), "status": "absent", "reason": "torchao is not installed"},
+    ]  # fmt: skip
+    data = {"machine": machine, "arms": ["bf16", "fp8", "torchao tensorwise"], "runs": runs}
+    text = page.page(data, None, "x.json")
+    assert "| FP8 against our bf16, 1.04B, 16 x 2048 | 1.22 times | 1.3 times | 1.350 times: 121,500" in text
+    assert "| 120,000 tok/s | 121,500 tok/s | goal reached |" in text
+    assert "| 1.279 |" in text, "the table's speed-up is of each at its best, 121,500 over 95,000"
+    assert "| 1.1 times | 1.2 times | not measured |  |" in text and "torchao is not installed" in text
+    assert "| absent |" in text
+    (dense, moe3) = page.experts_bar(runs)
+    assert dense.cells()[3:] == ["0.750 times: 300,000 against 400,000 tok/s", "DOES NOT HOLD"]
+    assert moe3.cells()[3:] == ["not measured", ""]
+    found = {"arms": {"b": "fp8"}, "difference": 0.006, "floor": 0.004, "floors": 1.5}
+    gap = page.precision_bar(runs, {"comparisons": [found]})[-1]
+    assert gap.cells()[3:] == ["+0.0060 nats, 1.50 floors of 0.0040", "holds"]
+    assert "not measured yet" in page.page(None, None, "x.json")
+
+
+def test_the_pages_in_docs_are_those_of_their_json():
+    docs = SCRIPTS.parents[1] / "docs"
+    of_precision, of_experts = script("precision_page"), script("experts_page")
+    data = {name: of_precision.read(docs / "data" / f"{name}.json") for name in ("precision", "experts")}
+    loss = of_precision.read(SCRIPTS.parent / "experiments" / "fp8-102m" / "result.json")
+    pictures = {name: f"{name}.png" if (docs / f"{name}.png").exists() else None for name in data}
+    texts = {
+        "precision": of_precision.page(data["precision"], loss, "data/precision.json", pictures["precision"]),
+        "experts": of_experts.page(data["experts"], data["precision"], "data/experts.json", pictures["experts"]),
+    }
+    for name, text in texts.items():
+        assert (docs / f"{name}.md").read_text() == text, f"scripts/bench writes docs/{name}.md: --page does it anew"
+
+
+def test_the_experts_page_counts_a_loops_launches_where_they_count():
+    page = script("experts_page")
+    products = [
+        {"tokens": tokens, "experts": 64, "product": page.BOTH, "by": by, "ms": ms}
+        for tokens, by, ms in ((2048, page.BY_LOOP, 5.0), (2048, page.BY_OURS, 0.25), (32768, page.BY_LOOP, 8.0),
+                               (32768, page.BY_OURS, 4.0))
+    ]  # fmt: skip
+    lines = page.loop_bar(products)
+    assert lines[1].cells()[3:] == ["20.0 times at 2,048 tokens; 2.0 times at 32,768 tokens", "holds"]
+    assert lines[0].cells()[3:] == ["not measured", ""]
+    assert "not measured yet" in page.page(None, None, "x.json")
