@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llmtrain.benchmark.doctor import Finding, note, ok, wrong
-from llmtrain.benchmark.machine import card_state, cpu_count, cpu_name, installed
+from llmtrain.benchmark.machine import card_state, cpu_count, installed
 from llmtrain.storage.errors import HardwareFault
 from llmtrain.storage.units import in_bytes
 
@@ -49,6 +49,8 @@ def torch_itself(device: str) -> Iterator[Finding]:
 def processor(device: str) -> Iterator[Finding]:
     """A step of a small model, in the references."""
     import torch
+
+    from llmtrain.training.devices import cpu_name
 
     since = time.perf_counter()
     loss, _ = small_step("cpu", "fp32")
