@@ -42,6 +42,17 @@ def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
         assert errors["float16", "FP32, Triton", 1] < halves[0] < halves[1] < halves[2], "the longer the sum, the worse"
 
 
+def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monkeypatch, capsys):
+    check = script("check_fp8")
+    monkeypatch.setattr(sys, "argv", ["check_fp8", "--smoke"])
+    assert check.main() == 0 and capsys.readouterr().out.count('"wrong": []') == 4
+    right = check.FineWeight.multiply
+    turned = lambda own, x, dtype: right(own, (x[0], x[1].roll(1, -1).contiguous()), dtype)  # noqa: E731
+    monkeypatch.setattr(check.FineWeight, "multiply", turned)
+    assert check.main() == 1
+    assert "WRONG: small, block: y, off by" in capsys.readouterr().out
+
+
 def test_each_arm_climbs_to_its_own_best_micro_batch():
     precision = script("precision")
     rates = {1: 5, 2: 10, 4: 20, 8: 30, 16: 25, 32: 99}

@@ -122,11 +122,13 @@ def test_rows_have_scales_of_their_own_and_the_bits_of_the_format(implementation
 
 
 @BOTH
-def test_products_of_experts_in_eight_bits_are_those_of_the_quantised_numbers(implementation):
+@pytest.mark.parametrize("counts", [(5, 0, 7), (0, 12, 0), (0, 0, 1)], ids=["none for one", "all on one", "one row"])
+def test_products_of_experts_in_eight_bits_are_those_of_the_quantised_numbers(implementation, counts):
     torch.manual_seed(0)
-    weight = torch.randn(3, 32, 48).bfloat16()
-    ends = torch.tensor([5, 5, 12]).int()
-    x, dy, owner = torch.randn(12, 48).bfloat16(), torch.randn(12, 32).bfloat16(), [0] * 5 + [2] * 7
+    weight, n = torch.randn(3, 32, 48).bfloat16(), sum(counts)
+    ends = torch.tensor(counts).cumsum(0).int()
+    x, dy = torch.randn(n, 48).bfloat16(), torch.randn(n, 32).bfloat16()
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
     with choice.forced(implementation):
         experts = Fp8Experts(weight)
         experts.refresh(weight)
