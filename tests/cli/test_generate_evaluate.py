@@ -5,10 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llmtrain.cli.main import run as llmtrain
@@ -17,24 +15,19 @@ from llmtrain.model.config import ModelConfig
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from llmtrain.training.run import train
-from tests.corpus.files import write_flat
+from tests.inference.runs import TEXT, write_corpus
 
-TEXT = (Path(sysconfig.get_paths()["stdlib"]) / "bisect.py").read_text()
 SHAPE = ModelConfig(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=40)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("product")
-    (folder / "tokenizer.json").write_bytes(tokenizers.train([TEXT], 300))
-    tokenizer = tokenizers.load(folder / "tokenizer.json")
-    ids = np.array([*tokenizer.encode_batch([TEXT])[0], tokenizer.eos_id])
-    made_by = {"file": str(folder / "tokenizer.json"), "sha256": tokenizer.sha256}
-    write_flat(folder / "corpus.u16", ids, tokenizer.vocab_size, tokenizer=made_by)
+    corpus = write_corpus(folder)
     train(
         TrainConfig(
             model=SHAPE,
-            data=DataConfig((f"{folder}/corpus.u16",), seq_len=16, val_tokens=(f"held={folder}/corpus.u16",)),
+            data=DataConfig((str(corpus),), seq_len=16, val_tokens=(f"held={corpus}",)),
             optimizer=OptimizerConfig(learning_rate=1e-2),
             schedule=ScheduleConfig(total_steps=12, warmup_steps=2),
             run=RunConfig(folder / "run", batch_size=8, precision="fp32", device="cpu", val_windows=0),

@@ -1,19 +1,15 @@
 """Small trained runs, made by the product: text in, a run directory out."""
 
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.model.config import ModelConfig
 from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from llmtrain.training.run import train
-from tests.corpus.files import write_flat
+from tests.inference.runs import write_corpus
 
-TEXT = (Path(sysconfig.get_paths()["stdlib"]) / "bisect.py").read_text()
 SHAPE = ModelConfig(
     d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12, d_ff=48, max_seq_len=64, rope_theta=500.0,
     norm_eps=1e-5, init_std=0.1,
@@ -35,16 +31,12 @@ SHAPES = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished run of each of SHAPES, all on one corpus."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "tokenizer.json").write_bytes(tokenizers.train([TEXT], 300))
-    tokenizer = tokenizers.load(folder / "tokenizer.json")
-    ids = np.array([*tokenizer.encode_batch([TEXT])[0], tokenizer.eos_id])
-    made_by = {"file": str(folder / "tokenizer.json"), "sha256": tokenizer.sha256}
-    write_flat(folder / "corpus.u16", ids, tokenizer.vocab_size, tokenizer=made_by)
+    corpus = write_corpus(folder)
     for name, shape in SHAPES.items():
         train(
             TrainConfig(
                 model=shape,
-                data=DataConfig((f"text={folder}/corpus.u16",), seq_len=16, val_tokens=(f"held={folder}/corpus.u16",)),
+                data=DataConfig((f"text={corpus}",), seq_len=16, val_tokens=(f"held={corpus}",)),
                 optimizer=OptimizerConfig(learning_rate=1e-2),
                 schedule=ScheduleConfig(total_steps=8, warmup_steps=2),
                 run=RunConfig(folder / name, batch_size=8, precision="fp32", device="cpu", val_windows=4, log_every=2),
