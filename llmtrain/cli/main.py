@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": ("llmtrain.cli.generate", "Continue a prompt with a trained model."),
     "evaluate": ("llmtrain.cli.evaluate", "Loss, perplexity and bits per byte of a model on a token file."),
     "export": ("llmtrain.cli.export", "Write a trained model for transformers, vLLM or llama.cpp."),
+    "import": ("llmtrain.cli.import_model", "Take over a model of others, to go on training from."),
     "inspect": ("llmtrain.cli.inspect", "Say what a token file, a checkpoint or a run holds."),
     "compare": ("llmtrain.cli.compare", "Say whether a run beats another, by more than chance."),
     "report": ("llmtrain.cli.report", "Draw runs as one HTML page, or as pictures."),

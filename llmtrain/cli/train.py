@@ -90,9 +90,18 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
             for section, kind in SECTIONS.items():
                 names = {field.name for field in dataclasses.fields(kind)}
                 asked[section] |= {name: plain(value) for name, value in given.items() if name in names}
-            tables, given = tables_for_resume(saved, asked, world_size()), {}
+            tables = tables_for_resume(saved, asked, world_size())
             # A run directory may have been moved or copied, and then holds the name of its first place.
             tables["run"]["run_dir"] = str(run_dir)
+            return of_tables(tables, {}, where)
+    init_from = build(RunConfig, given, tables["run"], where).init_from
+    if init_from is not None:
+        tables["model"] = model_table(init_from) | tables["model"]
+    return of_tables(tables, given, where)
+
+
+def of_tables(tables: Tables, given: dict[str, Any], where: str) -> TrainConfig:
+    """The configuration of what was `given` over the tables, which come from `where`."""
     parts: dict[str, Any] = {}
     for section, kind in SECTIONS.items():
         parts[section] = build(kind, given, tables[section], f"{where} [{section}]")
@@ -119,8 +128,20 @@ def saved_tables(run_dir: Path) -> tuple[str, Tables | None]:
     if folder is None:
         return "", None
     known = {section: {field.name for field in dataclasses.fields(config)} for section, config in SECTIONS.items()}
-    saved = checkpoint.read_state(folder)["config"]
+    state = checkpoint.read_state(folder)
+    if "imported" in state:  # no run, which `train` will say
+        return "", None
+    saved = state["config"]
     return str(folder), {s: {k: v for k, v in saved.get(s, {}).items() if k in known[s]} for s in SECTIONS}
+
+
+def model_table(init_from: Path) -> dict[str, Any]:
+    """The model that --init-from names, for what is not said of it. Raises as `origin.checkpoint_at`, BadData."""
+    from llmtrain.training import checkpoint, origin
+
+    known = {field.name for field in dataclasses.fields(SECTIONS["model"])}
+    model = checkpoint.read_state(origin.checkpoint_at(init_from))["config"]["model"]
+    return {name: value for name, value in model.items() if name in known}
 
 
 def plain(value: Any) -> Any:

@@ -100,3 +100,13 @@ class ExportConfig:
     """Type of the exported matrices; auto: what the run computed with, bf16 or fp32."""
     tokenizer: Path | None = field(default=None, metadata={"metavar": "FILE"})
     """Tokenizer file; default: tokenizer.json of the run directory."""
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """What a model of others becomes."""
+
+    run_dir: Path = field(metadata={"metavar": "DIR"})
+    """Run directory to make; it must not exist."""
+    tokenizer: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """Tokenizer file; default: tokenizer.json of the folder."""

@@ -11,7 +11,7 @@ has to be reordered. Their q, k and v, gate and up are rows of our fused matrice
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llmtrain.model.config import OF_EXPERTS, ModelConfig
@@ -171,46 +171,72 @@ def config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str
     return said
 
 
-# What may stand in a config.json only with these values, because our model has nothing else.
+# What may stand in a config.json only with these values, because our model has nothing else; where it does not stand,
+# the first of them holds there too, unless _DEFAULTS has what does.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "rope_scaling": (None,),
     "partial_rotary_factor": (1, None),
     "use_sliding_window": (False, None),
     "quantization_config": (None,),
+    "decoder_sparse_step": (1,),
 }
+_ONLY_OF_KIND: dict[str, dict[str, tuple[Any, ...]]] = {
+    "mixtral": {"sliding_window": (None,)},
+    "qwen2_moe": {"norm_topk_prob": (True,), "qkv_bias": (False,)},
+    "qwen3_moe": {"norm_topk_prob": (True,)},
+}
+# What transformers takes for settings that are not said and that we would take otherwise.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"norm_topk_prob": False, "qkv_bias": True, "shared_expert_intermediate_size": 5632},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"norm_topk_prob": False},
+}
+# Keys under which configurations of others say how positions are scaled.
+_ROPE = ("rope_parameters", "rope_scaling")
+ADVICE = "such a model cannot be taken over"
 
 
-def model_config(said: Mapping[str, Any], where: str, tied: bool) -> ModelConfig:
-    """The model that a config.json says; `tied`: what holds where it does not say whether the head is the embedding.
+def model_config(said: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that a config.json says, as `config_json` writes it or as the kinds of CLASSES do.
 
     Raises ConfigMismatch naming the setting that our model does not have, or that is missing or no number.
     """
 
-    def refuse(what: str) -> ConfigMismatch:
-        return ConfigMismatch(f"{where}: {what}: name a model of Llama's or Qwen3's shape")
+    def refuse(what: str, advice: str = ADVICE) -> ConfigMismatch:
+        return ConfigMismatch(f"{where}: {what}: {advice}")
 
     kind = said.get("model_type")
-    if kind not in ("llama", "qwen3"):
-        raise refuse(f"model_type is {kind!r}, known are 'llama' and 'qwen3'")
-    for name, values in _ONLY.items():
+    if kind not in CLASSES:
+        known = ", ".join(CLASSES)
+        raise refuse(f"model_type is {kind!r}, known are {known}", "name a model of Llama's or Qwen3's shape")
+    said = _DEFAULTS.get(kind, {}) | {name: value for name, value in said.items() if value is not None}
+    for name, values in (_ONLY | _ONLY_OF_KIND.get(kind, {})).items():
         if said.get(name, values[0]) not in values:
-            raise refuse(f"{name} is {said[name]!r}, this model has only {values[0]!r}")
-    rope = said.get("rope_parameters") or {}
-    for name, value in rope.items():
-        if name not in ("rope_theta", "rope_type") or (name == "rope_type" and value != "default"):
-            raise refuse(f"rope_parameters has {name} {value!r}, this model has only plain rotary positions")
-    if set(said.get("layer_types") or ()) - {"full_attention"}:
-        raise refuse(f"layer_types has {', '.join(sorted(set(said['layer_types'])))}, this model has full attention")
+            raise refuse(f"{name} is {said[name]!r}, our model has only {values[0]!r}")
+    theta = said.get("rope_theta")
+    for key in _ROPE:
+        rope = said.get(key, {})
+        if not isinstance(rope, dict):
+            raise refuse(f"{key} is {rope!r}, no object")
+        for name, value in rope.items():
+            if name not in ("rope_theta", "rope_type", "type") or (name != "rope_theta" and value != "default"):
+                raise refuse(f"{key} has {name} {value!r}, our model has only plain rotary positions")
+        theta = rope.get("rope_theta", theta)
+    if set(said.get("layer_types", ())) - {"full_attention"}:
+        raise refuse(f"layer_types has {', '.join(sorted(set(said['layer_types'])))}, our model has full attention")
 
-    def number(name: str, default: Any = None) -> Any:
-        value = said.get(name)
-        value = default if value is None else value
-        if type(value) not in (int, float):
-            raise refuse(f"{name} is {value!r}, not a number")
+    def number(name: str, default: Any = None) -> int:
+        value = said.get(name, default)
+        if type(value) is not int:
+            raise refuse(f"{name} is {value!r}, not a whole number", "correct it")
         return value
+
+    def real(name: str, value: Any) -> float:
+        if type(value) not in (int, float):
+            raise refuse(f"{name} is {value!r}, not a number", "correct it")
+        return float(value)
 
     heads = number("num_attention_heads")
     try:
@@ -220,15 +246,40 @@ def model_config(said: Mapping[str, Any], where: str, tied: bool) -> ModelConfig
             n_layers=number("num_hidden_layers"),
             n_heads=heads,
             n_kv_heads=number("num_key_value_heads", heads),
-            # Each kind has its own default.
-            head_dim=number("head_dim", 128 if kind == "qwen3" else number("hidden_size") // max(heads, 1)),
+            head_dim=number("head_dim", number("hidden_size") // max(heads, 1)),
             d_ff=number("intermediate_size"),
             max_seq_len=number("max_position_embeddings"),
-            tie_embeddings=bool(said.get("tie_word_embeddings", tied)),
-            qk_norm=kind == "qwen3",
-            rope_theta=float(rope.get("rope_theta") or number("rope_theta", 10000.0)),
-            norm_eps=float(number("rms_norm_eps", 1e-6)),
-            init_std=float(number("initializer_range", 0.02)),
+            tie_embeddings=said.get("tie_word_embeddings", False) is True,
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            rope_theta=real("rope_theta", 10000.0 if theta is None else theta),
+            norm_eps=real("rms_norm_eps", said.get("rms_norm_eps", 1e-6)),
+            init_std=real("initializer_range", said.get("initializer_range", 0.02)),
+            **(_experts(kind, said, number, refuse) if kind not in ("llama", "qwen3") else {}),
         )
     except (TypeError, ValueError) as error:
-        raise refuse(str(error)) from None
+        raise refuse(str(error), "correct it") from None
+
+
+def _experts(
+    kind: str, said: Mapping[str, Any], number: Callable[..., int], refuse: Callable[..., ConfigMismatch]
+) -> dict[str, Any]:
+    """The fields of OF_EXPERTS that shapes depend on. Raises ConfigMismatch."""
+    layers, width = number("num_hidden_layers"), "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
+    dense = said.get("mlp_only_layers", [])
+    if dense != list(range(len(dense))) or len(dense) >= layers:
+        raise refuse(f"mlp_only_layers is {dense!r}, our model has dense layers only before those with experts")
+    shared, rest = divmod(said.get("shared_expert_intermediate_size", 0), max(number(width), 1))
+    if rest:
+        raise refuse(
+            f"shared_expert_intermediate_size {said['shared_expert_intermediate_size']} is no multiple of {width} "
+            f"{number(width)}, as it is in our model"
+        )
+    return {
+        "moe": True,
+        # transformers 5 writes the second name for all kinds.
+        "n_experts": number("num_experts" if "num_experts" in said else "num_local_experts"),
+        "experts_per_token": number("num_experts_per_tok"),
+        "moe_d_ff": number(width),
+        "n_shared_experts": shared,
+        "moe_layers": layers - len(dense),
+    }

@@ -54,8 +54,14 @@ class Card:
             f"{state.get('environment', {}).get('llmtrain', '')} on {state['tokens']:,} tokens ({state['step']:,} "
             f"steps). Weights are {self.dtype}. It continues text; nothing more was asked of it here."
         )
+        imported = state.get("imported")
+        if imported:
+            about = (
+                f"The {self.parameters:,} parameters of {imported['name']}, as llmtrain took them over: nothing was "
+                f"trained. Weights are {self.dtype}."
+            )
         parts = ["\n".join(head), f"# {title}", about, _use(title, form), "## Shape", _table(_shape(model))]
-        if state.get("corpus"):
+        if state.get("corpus") and not imported:
             parts += ["## Data", *_data(state)]
         if "optimizer" in config:
             parts += ["## Recipe", _table(_recipe(state))]

@@ -16,6 +16,9 @@ OF_EXPERTS = (
 MOST_LAYERS = 1 << 16
 """So that what is counted layer by layer is counted at once; no model is near."""
 
+MAX_VOCAB_SIZE = 1 << 20
+"""Up to which the head is tested; the vocabularies in use end at a quarter of it."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -78,8 +81,8 @@ class ModelConfig:
         for name in ("vocab_size", "max_seq_len", "window", "global_every", *of_experts):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
-        if self.vocab_size > 65536:
-            raise ValueError(f"vocab_size {self.vocab_size} does not fit token files of 16-bit ids (65536 at most)")
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"vocab_size must be at most {MAX_VOCAB_SIZE}, not {self.vocab_size}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: change one")
         if self.head_dim % 2:

@@ -139,6 +139,17 @@ def read_into(
         return digest.hexdigest()
 
 
+def read_each(path: PathLike) -> Iterator[tuple[str, TensorIndex, bytearray]]:
+    """Each tensor of a safetensors file in turn, its bytes with its name and where they lie: for what is converted and
+    not kept. Raises InputMissing, StorageFailure, and BadData where the header lies or the file is cut."""
+    with _open(path) as file:
+        _, index, _ = _header(file, path)
+        for name, entry in index.items():
+            data = bytearray(entry.end - entry.begin)
+            _fill(file, memoryview(data), path)
+            yield name, entry, data
+
+
 @contextmanager
 def _hash_beside() -> Iterator[tuple["hashlib._Hash", "queue.Queue[memoryview | None]"]]:
     """A sha256 and a queue: what is put there is hashed by a second thread, all of it by the end of the block.

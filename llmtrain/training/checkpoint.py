@@ -42,7 +42,7 @@ from llmtrain.training import pieces
 from llmtrain.training.flat import FlatParameters, Stretch
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.pieces import EMA, MODEL, OPTIMIZER
-from llmtrain.training.snapshot import Snapshot
+from llmtrain.training.snapshot import Snapshot, WeightsAlone
 from llmtrain.training.step import COMPUTE_DTYPES
 from llmtrain.training.together import Together
 
@@ -84,7 +84,11 @@ def not_finite(large: Mapping[str, Stretch]) -> str | None:
 
 
 def save(
-    run_dir: Path, step: int, snapshot: Snapshot, state: dict[str, Any], together: Together | None = None
+    run_dir: Path,
+    step: int,
+    snapshot: Snapshot | WeightsAlone,
+    state: dict[str, Any],
+    together: Together | None = None,
 ) -> Path:
     """Writes the checkpoint of `step`, of which `snapshot` has taken a copy, and returns its folder.
 
@@ -280,6 +284,8 @@ def load(
     """
     manifest = read_manifest(folder)
     state = _read_state(folder, manifest)
+    if optimizer is not None and pieces.kind_of(OPTIMIZER) not in manifest["tensors"]:
+        raise ConfigMismatch(f"{folder}: holds weights without an optimizer: begin a run with them by --init-from")
     check(state)
     kind = "ema" if weights == "ema" else "weight"
     has_average = pieces.kind_of(EMA) in manifest["tensors"]

@@ -29,7 +29,7 @@ def begin(
     or its optimizer are others, UsageError for a branch that would end where it begins."""
     run = config.run
     if run.init_from is not None:
-        folder = _folder(run.init_from)
+        folder = checkpoint_at(run.init_from)
         state = checkpoint.load(folder, flat, check=lambda state: _check(folder, state, config, corpus))
         return 0, None, [f"weights of {folder}, step {state['step']}; all else begins anew"]
     assert run.branch_from is not None
@@ -61,8 +61,9 @@ def begin(
     return at_step, state["optimizer"], [f"branches off {folder}, {said}"]
 
 
-def _folder(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest whole one of the run there."""
+def checkpoint_at(path: Path) -> Path:
+    """What --init-from means: the checkpoint at `path`, or the newest whole one of the run there. Raises
+    InputMissing."""
     if (path / checkpoint.MANIFEST).exists():
         return path
     folder = checkpoint.newest_whole(path)

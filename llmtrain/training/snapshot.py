@@ -75,3 +75,17 @@ class Snapshot:
         if self._on_card:
             self.wait()
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+
+
+class WeightsAlone:
+    """As a Snapshot, of weights alone that lie on the CPU and that nothing writes: those of a model from elsewhere."""
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self.flat = flat
+        self.large = {"weight": Stretch(0, flat.master)}
+
+    def wait(self) -> None:
+        pass
+
+    def counts(self) -> dict[str, Any]:
+        return {}

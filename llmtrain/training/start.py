@@ -175,7 +175,12 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
         return
     except OSError as error:
         raise write_error(error, run_dir) from None
-    if not resume and checkpoint.list_steps(run_dir):
+    steps = checkpoint.list_steps(run_dir)
+    if steps == [0]:
+        raise ConfigMismatch(
+            f"{run_dir}: holds an imported model: begin a run with it in another --run-dir, by --init-from {run_dir}"
+        )
+    if not resume and steps:
         raise ConfigMismatch(
             f"{run_dir}: holds checkpoints already: add --resume to go on with that run, or name another --run-dir"
         )

@@ -12,7 +12,7 @@ from llmtrain.model.config import ModelConfig
         ({"n_layers": -1}, ["n_layers", "-1"]),
         ({"n_heads": 6, "n_kv_heads": 4}, ["n_heads 6", "n_kv_heads 4"]),
         ({"head_dim": 63}, ["head_dim", "63"]),
-        ({"vocab_size": 70_000}, ["vocab_size 70000", "16-bit"]),
+        ({"vocab_size": (1 << 20) + 1}, ["vocab_size", "1048576", "1048577"]),
         ({"vocab_size": -1}, ["vocab_size", "-1"]),
         ({"max_seq_len": -5}, ["max_seq_len", "-5"]),
         ({"z_loss": -1e-4}, ["z_loss", "-0.0001"]),
