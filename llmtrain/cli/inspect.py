@@ -15,6 +15,8 @@ from llmtrain.storage.units import in_bytes
 
 LIMIT = 1_000_000_000
 
+EVAL_FIGURES = ("val_loss", "bits_per_byte", "accuracy", "accuracy_norm")
+
 EXCERPT = 160
 """Characters of a sample's text that are shown."""
 
@@ -71,7 +73,7 @@ def kind_of(path: Path) -> Literal["token file", "checkpoint", "run"]:
         raise InputMissing(f"{path}: no such file or folder: check the path")
     if not path.is_dir():
         whole = path.with_suffix("")
-        if (path.suffix in (".json", ".docs") or path.suffix.startswith(".pack-")) and whole.is_file():
+        if (path.suffix in (".json", ".docs", ".mask") or path.suffix.startswith(".pack-")) and whole.is_file():
             raise UsageError(f"{path}: belongs to the token file {whole}: name that one")
         return "token file"
     if (path / "MANIFEST.json").exists() or (path / "model.safetensors").exists():
@@ -140,7 +142,7 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
                 newest["train"] = line
             elif line.get("kind") == "eval":
                 newest[f"eval {line.get('source')}"] = line
-    for label, names in (("train", ("lm_loss", "ppl", "lr", "tok_per_s")), ("eval", ("val_loss", "bits_per_byte"))):
+    for label, names in (("train", ("lm_loss", "ppl", "lr", "tok_per_s")), ("eval", EVAL_FIGURES)):
         for kind, line in newest.items():
             if kind.partition(" ")[0] == label:
                 known = [name for name in names if isinstance(line.get(name), int | float)]

@@ -25,11 +25,11 @@ Line = tuple[str, str]
 
 def open_token_file(path: Path, eos_id: int | None = None) -> "TokenFile":
     """The token file, with any vocabulary where it has no manifest."""
-    from llmtrain.corpus.config import MAX_VOCAB_SIZE
+    from llmtrain.corpus.config import U16_VOCAB_SIZE
     from llmtrain.corpus.token_file import TokenFile
     from llmtrain.corpus.token_manifest import manifest_path
 
-    return TokenFile.open(path, None if manifest_path(path).exists() else MAX_VOCAB_SIZE, eos_id)
+    return TokenFile.open(path, None if manifest_path(path).exists() else U16_VOCAB_SIZE, eos_id)
 
 
 def token_file_lines(
@@ -72,6 +72,10 @@ def manifest_lines(file: "TokenFile") -> Iterator[Line]:
             skipped[reason] = skipped.get(reason, 0) + count
     if skipped:
         yield "skipped", ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+    if file.has_mask:
+        counts = manifest["mask"]["loss_tokens"]
+        share = counts / max(file.tokens, 1)
+        yield "loss", f"{counts:,} tokens count ({share:.2%}), the rest are of prompts; [...] marks them below"
     yield "made by", str(manifest.get("created_by", "unknown"))
 
 
@@ -142,7 +146,25 @@ def first_documents(file: "TokenFile", tokenizer: "Tokenizer | None") -> Iterato
     if file.has_borders:
         ends = [int(end) for end in islice(chain.from_iterable(file.ends_of_documents()), SHOWN_DOCUMENTS)]
     for number, end in enumerate(ends, 1):
-        ids = file.ids[begin : min(end, begin + EXCERPT_TOKENS)]
-        content = ids[:16].tolist() if tokenizer is None else tokenizer.decode(ids)[:EXCERPT]
-        yield f"document {number}" if file.has_borders else "begins with", json.dumps(content, ensure_ascii=False)
+        label = f"document {number}" if file.has_borders else "begins with"
+        for masked, first, last in _runs(file, begin, end):
+            ids = file.ids[first : min(last, first + EXCERPT_TOKENS)]
+            content = ids[:16].tolist() if tokenizer is None else tokenizer.decode(ids)[:EXCERPT]
+            text = json.dumps(content, ensure_ascii=False)
+            yield label, f"[{text}]" if masked else text
+            label = ""
         begin = end
+
+
+def _runs(file: "TokenFile", begin: int, end: int) -> Iterator[tuple[bool, int, int]]:
+    """The parts of a document as (whether the loss leaves it out, its first token, the one behind its last)."""
+    import numpy as np
+
+    if not file.has_mask:
+        yield False, begin, end
+        return
+    counts = np.empty(end - begin, np.uint8)
+    file.read_mask(counts, np.array([0]), np.array([begin]), np.array([counts.size]))
+    borders = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), counts.size]
+    for first, last in zip(borders, borders[1:], strict=False):
+        yield not counts[first], begin + first, begin + last

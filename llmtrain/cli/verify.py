@@ -34,12 +34,13 @@ def verify_token_file(path: Path) -> None:
     from llmtrain.corpus.packing import open_packed
 
     file = open_token_file(path)
-    size = file.ids.nbytes
+    size = file.ids.nbytes + file.tokens * file.has_mask
     # disable=None: a bar on a terminal only.
     with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, leave=False, disable=None) as bar:
         for done in file.verify():
             bar.update(done)
-    parts = "ids, manifest and document index" if file.doc_ends is not None else "ids and manifest"
+    names = ["ids", *["loss mask"] * file.has_mask, "manifest", *["document index"] * (file.doc_ends is not None)]
+    parts = f"{', '.join(names[:-1])} and {names[-1]}"
     click.echo(f"{path}: {parts} are sound: {file.tokens:,} tokens, {file.documents:,} documents, {in_bytes(size)}")
     for name in sorted(path.parent.glob(f"{glob.escape(path.name)}.pack-*")):
         seq_len = name.name.rpartition("-")[2]

@@ -38,7 +38,7 @@ class Batch:
     ids: torch.Tensor
     """(B, T) int64"""
     targets: torch.Tensor
-    """(B, T) int64, the id that follows; -100 is ignored"""
+    """(B, T) int64, the id that follows; -100 is ignored, as a prompt's ids are"""
     doc_start: torch.Tensor
     """(B, T) int32, the column where the token's document begins; 0 where it began before the window"""
     sequences: int
@@ -100,10 +100,10 @@ def _fill(
     """Writes the rows located at `source`, `window` (B,) into the host tensors of `batch`, (B, T). Returns the pairs
     that attend in each row, (B,), none in a missing one. `pieces`: of each source's windows, where known."""
     rows, seq_len = batch.ids.shape
-    tokens = np.zeros((rows, seq_len + 1), np.uint16)
+    tokens = np.zeros((rows, seq_len + 1), np.result_type(*(cut.file.id_type for cut in order.cuts)))
     starts = [np.arange(rows) * seq_len]
     ends = []
-    padding = []
+    ignored = []
     for s in range(len(order.sources)):
         mine = np.flatnonzero(source == s)
         if mine.size:
@@ -118,14 +118,17 @@ def _fill(
             if gathered.ends is not None:
                 short = np.flatnonzero(gathered.ends <= seq_len)
                 last, row_end = mine[short] * seq_len + gathered.ends[short] - 1, (mine[short] + 1) * seq_len
-                padding.append(_ranges(last, row_end))
+                ignored.append(_ranges(last, row_end))
                 starts.append(last[last + 1 < row_end] + 1)
+            if gathered.counts is not None:
+                row, column = np.nonzero(gathered.counts[:, 1:] == 0)
+                ignored.append(mine[row] * seq_len + column)
     ids, targets, doc_start = batch.ids.numpy(), batch.targets.numpy(), batch.doc_start.numpy()
     ids[:] = tokens[:, :-1]
     targets[:] = tokens[:, 1:]
     targets[source < 0] = IGNORED
-    if padding:  # what follows a row's last document is not to be predicted
-        targets.reshape(-1)[np.concatenate(padding)] = IGNORED
+    if ignored:  # what follows a row's last document is not to be predicted, nor is what a mask leaves out
+        targets.reshape(-1)[np.concatenate(ignored)] = IGNORED
     if document_mask and ends:
         targets.reshape(-1)[np.concatenate(ends)] = IGNORED
     begin = np.sort(np.concatenate(starts))  # flat position of each run of one document

@@ -10,7 +10,7 @@ from typing import IO
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.corpus.config import MAX_VOCAB_SIZE
+from llmtrain.corpus.config import U16_VOCAB_SIZE
 from llmtrain.corpus.token_file import TokenFile
 
 READ_TOKENS = 1 << 22
@@ -25,7 +25,7 @@ class Census:
     """Of the first `tokens` ids of a file, and the documents that end within them."""
 
     tokens: int = 0
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(MAX_VOCAB_SIZE, np.int64))
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(U16_VOCAB_SIZE, np.int64))
     """How often each id occurs."""
     documents: int = 0
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(64, np.int64))
@@ -81,14 +81,14 @@ def take_census(file: TokenFile, limit: int = 0, against: TokenFile | None = Non
 
     A bar on a terminal's stderr shows how far it is. Raises BadData as `TokenFile.gather`.
     """
-    census = Census()
+    census = Census(ids=np.zeros(max(file.vocab_size, U16_VOCAB_SIZE), np.int64))
     files = [file] if against is None else [file, against]
     total = sum(min(limit or one.tokens, one.tokens) for one in files)
     with ExitStack() as stack, tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None) as bar:
         ours, theirs = Hashes(stack), Hashes(stack)
         for ids, hashes, lengths in _documents(file, limit):
             census.tokens += ids.size
-            census.ids += np.bincount(ids, minlength=MAX_VOCAB_SIZE)
+            census.ids += np.bincount(ids, minlength=census.ids.size)
             census.documents += lengths.size
             census.lengths += np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1, minlength=64)
             census.longest = max(census.longest, int(lengths.max(initial=0)))
@@ -110,22 +110,23 @@ def take_census(file: TokenFile, limit: int = 0, against: TokenFile | None = Non
 
 
 def _documents(file: TokenFile, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Some ids at a time (uint16), with the hash (uint64) and the length (int64) of each document that ends in them; no
+    """Some ids at a time, with the hash (uint64) and the length (int64) of each document that ends in them; no
     documents where their ends are not known."""
     stop = min(limit or file.tokens, file.tokens)
     begin = at = 0
+    width = file.id_type.itemsize
     digest = hashlib.blake2b(digest_size=8)
     blocks = file.ends_of_documents() if file.has_borders else iter(())
     ends = next(blocks, np.zeros(0, np.int64))
     while at < stop:
-        ids = np.empty(min(READ_TOKENS, stop - at), np.uint16)
+        ids = np.empty(min(READ_TOKENS, stop - at), file.id_type)
         file.read_pieces(ids, np.array([0]), np.array([at]), np.array([ids.size]))
         view = memoryview(ids.data).cast("B")
         hashes, lengths, hashed = [], [], at
         while True:
             within = int(np.searchsorted(ends, at + ids.size, side="right"))
             for end in ends[:within].tolist():
-                digest.update(view[2 * (hashed - at) : 2 * (end - at)])
+                digest.update(view[width * (hashed - at) : width * (end - at)])
                 hashes.append(digest.digest())
                 lengths.append(end - begin)
                 digest = hashlib.blake2b(digest_size=8)
@@ -134,6 +135,6 @@ def _documents(file: TokenFile, limit: int) -> Iterator[tuple[np.ndarray, np.nda
             if ends.size or (more := next(blocks, None)) is None:
                 break
             ends = more
-        digest.update(view[2 * (hashed - at) :])
+        digest.update(view[width * (hashed - at) :])
         at += ids.size
         yield ids, np.frombuffer(b"".join(hashes), np.uint64), np.array(lengths, np.int64)

@@ -7,8 +7,9 @@ from typing import Literal
 
 from llmtrain.corpus.reading import FILE, LINE, Reading
 
-# Ids are stored in two bytes.
-MAX_VOCAB_SIZE = 1 << 16
+# Ids are stored in two bytes where they fit, else in four.
+MAX_VOCAB_SIZE = 1 << 20
+U16_VOCAB_SIZE = 1 << 16
 
 # The 256 bytes and the end-of-text token: a byte-level vocabulary can hold nothing less.
 MIN_VOCAB_SIZE = 257
@@ -61,8 +62,8 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         _check_files(self.inputs, self.output, self.document, self.text_field)
-        if not MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(f"vocab_size = {self.vocab_size}: must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
+        if not MIN_VOCAB_SIZE <= self.vocab_size <= U16_VOCAB_SIZE:
+            raise ValueError(f"vocab_size = {self.vocab_size}: must be from {MIN_VOCAB_SIZE} to {U16_VOCAB_SIZE}")
         if self.sample_bytes < 1:
             raise ValueError(f"sample_bytes = {self.sample_bytes}: must be at least 1")
 
@@ -79,7 +80,8 @@ class TokenizeConfig:
     or `-`, standard input. Repeatable."""
 
     output: Path = Path("data/corpus.u16")
-    """Where the ids go; the manifest (.json) and the document index (.docs) come to lie beside it."""
+    """Where the ids go; the manifest (.json) and the document index (.docs) come to lie beside it. Ids of a tokenizer
+    of more than 65,536 tokens take four bytes: name it X.u32."""
 
     holdout: float = 0.005
     """Share of the documents, chosen by content, to hold out: of X.u16 they go into X.val.u16. 0 holds out none."""
@@ -108,15 +110,31 @@ class TokenizeConfig:
     text_field: str | None = None
     """Field of JSON Lines and Parquet that holds the text (a.b: b of the object a); `text` when not given."""
 
+    prompt_field: str | None = None
+    """Fine-tuning data: the field that is only read. It is tokenized by itself, as a prompt is, and is no target."""
+
+    completion_field: str | None = None
+    """Fine-tuning data: the field that is learned, with the end of the text; a mask beside the ids says where."""
+
     on_bad: Literal["error", "skip"] = "error"
     """What damage does (no UTF-8, no JSON, no such field, a torn file): stop the command, or be left out, counted."""
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.document, self.text_field or Reading.text_field)
+        return Reading(
+            self.document, self.text_field or Reading.text_field, self.prompt_field, self.completion_field
+        )
 
     def __post_init__(self) -> None:
         _check_files(self.inputs, self.output, self.document, self.text_field)
+        if (self.prompt_field is None) != (self.completion_field is None):
+            raise ValueError(
+                f"prompt_field = {self.prompt_field!r}, completion_field = {self.completion_field!r}: give both or none"
+            )
+        if self.completion_field is not None and self.text_field is not None:
+            raise ValueError(f"text_field = {self.text_field!r}: leave it out, prompt and completion are the text")
+        if "" in (self.prompt_field, self.completion_field):
+            raise ValueError("prompt_field and completion_field must name a field")
         if not (math.isfinite(self.holdout) and 0 <= self.holdout < 1):
             raise ValueError(f"holdout = {self.holdout}: must be at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:

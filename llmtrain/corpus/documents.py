@@ -1,7 +1,7 @@
 """What a document is, damaged ones among them, and what can be done with a stream of them."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from llmtrain.corpus.inputs import Input, shown
@@ -28,6 +28,16 @@ class Document(NamedTuple):
     data: bytes
     """Empty where it is damaged."""
     damage: Damage | None = None
+    prompt: int = 0
+    """Bytes at the beginning of `data` that are a prompt: tokenized by themselves and no targets of the loss."""
+
+
+def document_of(file: int, ordinal: int, place: int, texts: Sequence[bytes]) -> Document:
+    """The document of a text, or of a prompt and its completion; where the latter is empty, so is the document."""
+    data, size = b"".join(texts), sum(map(len, texts))
+    if not texts[-1]:
+        return Document(file, ordinal, place, size, b"")
+    return Document(file, ordinal, place, size, data, None, size - len(texts[-1]))
 
 
 def blocks(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Document]]:
@@ -69,7 +79,7 @@ def bad_data(input: Input, place: str, damage: Damage) -> BadData:
     elif damage.reason == BAD_JSON:
         cure = "correct it"
     elif damage.reason == MISSING_FIELD:
-        cure = "name the field with --text-field"
+        cure = "name the field with --text-field, or --prompt-field and --completion-field"
     else:
         cure = "get the file again"
         if damage.reason == TRUNCATED:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 
-from llmtrain.corpus.config import MAX_VOCAB_SIZE
+from llmtrain.corpus.token_manifest import ID_TYPES
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage.errors import BadData, ConfigMismatch
 
@@ -46,23 +46,31 @@ class Engine(ABC):
     piece_bytes: int
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        assert tokenizer.vocab_size <= MAX_VOCAB_SIZE, "require_u16 comes first"
         self.tokenizer = tokenizer
+        self.id_type = ID_TYPES[tokenizer.id_type]
 
     def encode(self, documents: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray, list[tuple[int, int]]]:
-        """The ids of all documents, each ended by the EOS id, as uint16 arrays to be read one after the other; the
-        length of each document in ids, int64, 0 where it is empty or bad; and (number, byte) of those that are not
-        UTF-8. Raises BadData for an id that must not occur."""
-        lengths = np.zeros(len(documents), np.int64)
+        """`encode_prompted` without prompts."""
+        ids, lengths, _, bad = self.encode_prompted(documents, [0] * len(documents))
+        return ids, lengths, bad
+
+    def encode_prompted(
+        self, documents: Sequence[bytes], prompts: Sequence[int]
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, list[tuple[int, int]]]:
+        """The ids of all documents, each ended by the EOS id, as arrays of `id_type` to be read one after the other;
+        the length of each document in ids, int64, 0 where it is empty or bad; how many of those ids are of its prompt,
+        which is its first `prompts` bytes and is encoded by itself; and (number, byte) of those that are not UTF-8.
+        Raises BadData for an id that must not occur."""
+        lengths, of_prompt = np.zeros((2, len(documents)), np.int64)
         bad: list[tuple[int, int]] = []
         parts = []
-        eos = np.array([self.tokenizer.eos_id], np.uint16)
-        for batch in _batches(self._pieces(documents, bad), self.piece_bytes):
-            numbers, pieces, last = zip(*batch, strict=True)
+        eos = np.array([self.tokenizer.eos_id], self.id_type)
+        for batch in _batches(self._pieces(documents, prompts, bad), self.piece_bytes):
+            numbers, pieces, last, read = zip(*batch, strict=True)
             arrays = self._ids(list(pieces))
             sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
             ended = [array for ids, end in zip(arrays, last, strict=True) for array in ((ids, eos) if end else (ids,))]
-            out = np.concatenate(ended, dtype=np.uint16, casting="unsafe")
+            out = np.concatenate(ended, dtype=self.id_type, casting="unsafe")
             if np.count_nonzero(out == eos) != sum(last):
                 raise BadData(
                     f"{self.tokenizer.file}: the tokenizer gives its end-of-text id {self.tokenizer.eos_id} for "
@@ -70,28 +78,35 @@ class Engine(ABC):
                 )
             parts.append(out)
             np.add.at(lengths, list(numbers), sizes + np.array(last))
-        return parts, lengths, bad
+            if any(read):
+                np.add.at(of_prompt, list(numbers), sizes * np.array(read))
+        return parts, lengths, of_prompt, bad
 
     @abstractmethod
     def _ids(self, pieces: list[bytes]) -> list[np.ndarray]:
         """The ids of each piece, of any integer type that holds them. Raises BadData for one beyond the vocabulary."""
 
-    def _pieces(self, documents: Sequence[bytes], bad: list[tuple[int, int]]) -> Iterator[tuple[int, bytes, bool]]:
-        """(number of the document, a piece of it, whether it is the last) of those that hold text."""
-        for number, data in enumerate(documents):
+    def _pieces(
+        self, documents: Sequence[bytes], prompts: Sequence[int], bad: list[tuple[int, int]]
+    ) -> Iterator[tuple[int, bytes, bool, bool]]:
+        """(number of the document, a piece of it, whether it is the last, whether it is of the prompt) of those that
+        hold text."""
+        for number, (data, prompt) in enumerate(zip(documents, prompts, strict=True)):
             place = utf8_error(data)
             if place is not None:
                 bad.append((number, place))
                 continue
             start = 0
-            while self.tokenizer.can_cut and len(data) - start > self.piece_bytes:
-                cut = _SAFE_CUT.search(data, start + self.piece_bytes - 1)
-                if cut is None or cut.end() == len(data):
-                    break
-                yield number, data[start : cut.end()], False
-                start = cut.end()
-            if data:
-                yield number, data[start:] if start else data, True
+            for end in (prompt, len(data)) if prompt else (len(data),):
+                while self.tokenizer.can_cut and end - start > self.piece_bytes:
+                    cut = _SAFE_CUT.search(data, start + self.piece_bytes - 1, end)
+                    if cut is None or cut.end() == end:
+                        break
+                    yield number, data[start : cut.end()], False, start < prompt
+                    start = cut.end()
+                if end > start:
+                    yield number, data[start:end], end == len(data), start < prompt
+                start = end
 
 
 class _Tokenizers(Engine):
@@ -221,7 +236,7 @@ def _difference(slow: Engine, fast: Engine, texts: Sequence[bytes]) -> str:
     """In words; "" where there is none."""
     parts, lengths, bad = slow.encode(texts)
     others, other_lengths, other_bad = fast.encode(texts)
-    ids, other_ids = (np.concatenate(list) if list else np.empty(0, np.uint16) for list in (parts, others))
+    ids, other_ids = (np.concatenate(list) if list else np.empty(0, slow.id_type) for list in (parts, others))
     if np.array_equal(ids, other_ids) and np.array_equal(lengths, other_lengths) and bad == other_bad:
         return ""
     return f"{fast.name} {fast.version} gives other ids for a probe of this corpus"
@@ -254,8 +269,11 @@ def utf8_error(data: bytes) -> int | None:
     return None
 
 
-def _batches(items: Iterable[tuple[int, bytes, bool]], most: int) -> Iterator[list[tuple[int, bytes, bool]]]:
-    batch: list[tuple[int, bytes, bool]] = []
+_Piece = tuple[int, bytes, bool, bool]
+
+
+def _batches(items: Iterable[_Piece], most: int) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
     size = 0
     for item in items:
         if batch and size + len(item[1]) > most:

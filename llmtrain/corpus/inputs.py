@@ -78,7 +78,7 @@ def find_inputs(
                 found.append(_local(path, format))
     if text_field is not None and found and all(one.format == TEXT for one in found):
         raise UsageError(
-            f"{', '.join(map(shown, names))}: --text-field {text_field}: plain text has no fields: "
+            f"{', '.join(map(shown, names))}: field {text_field}: plain text has no fields: "
             "leave it out, or say what the inputs hold with --format jsonl"
         )
     return found

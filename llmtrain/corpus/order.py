@@ -123,7 +123,7 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
         if not path or (named and not name):
             raise UsageError(f"--tokens {spec}: names no file: write [NAME=]PATH[:WEIGHT]")
         if not named:
-            name = Path(path).name.removesuffix(".u16")
+            name = Path(path).name.removesuffix(".u16").removesuffix(".u32")
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"--tokens {spec}: the weight {after} is not above 0: leave the source out or weigh it")
         if not 1e-100 < weight < 1e100:  # sums and shares stay finite

@@ -233,10 +233,14 @@ class Packed:
         ends = np.bincount(rows, lengths, minlength=len(windows)).astype(np.int64)
         if np.any(starts + lengths > self.file.tokens) or np.any(starts < 0) or np.any(ends > width):
             raise self._damaged()
-        ids = np.zeros((len(windows), width), np.uint16)
+        ids = np.zeros((len(windows), width), self.file.id_type)
         self.file.read_pieces(ids.reshape(-1), rows * width + columns, starts, lengths)
+        counts = None
+        if self.file.has_mask:
+            counts = np.zeros(ids.shape, np.uint8)
+            self.file.read_mask(counts.reshape(-1), rows * width + columns, starts, lengths)
         behind = np.flatnonzero(columns)
-        return Gathered(ids, rows[behind], columns[behind], ends)
+        return Gathered(ids, rows[behind], columns[behind], ends, counts)
 
     def read_index_ahead(self) -> None:
         if hasattr(os, "posix_fadvise"):

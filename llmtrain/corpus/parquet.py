@@ -1,10 +1,13 @@
-"""Documents out of Parquet: one a row, of which one column is the text. Needs pyarrow (extra `parquet`)."""
+"""Documents out of Parquet: one a row, of which one column is the text, or two are prompt and completion.
 
-from collections.abc import Iterator
+Needs pyarrow (extra `parquet`).
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from llmtrain.corpus.documents import MISSING_FIELD, Document
+from llmtrain.corpus.documents import MISSING_FIELD, Document, document_of
 from llmtrain.corpus.inputs import Input, shown
 from llmtrain.corpus.streams import TRUNCATED, Broken, Damage, Progress, open_stored
 from llmtrain.storage.errors import LlmtrainError, UsageError
@@ -17,18 +20,22 @@ MOST_ROWS = 4096
 BUFFER_BYTES = 1 << 20
 
 
-def parquet_documents(file: int, input: Input, field: str, progress: Progress, start: int = 0) -> Iterator[Document]:
+def parquet_documents(
+    file: int, input: Input, fields: Sequence[str], progress: Progress, start: int = 0
+) -> Iterator[Document]:
     """One document a row, from row `start` on, counted from 0; `place` is the row's number from 1, `size` what its text
     has in bytes. Row groups before `start` are not read, and none is ever whole in memory.
 
-    `field` is a column; where there is no such column, a column and fields of nested structs joined by dots.
+    Each of `fields` (see Reading) is a column; where there is no such column, a column and fields of nested structs
+    joined by dots.
     """
     ordinal, before, size = 0, progress.bytes, input.size or 0
     with open_stored(input) as stored:
         try:
             table = _open(input, stored)
-            path, missing = _column(table.schema_arrow, field)
-            none = Damage(MISSING_FIELD, missing or f"nothing in column {field!r}")
+            columns = [_column(table.schema_arrow, field) for field in fields]
+            missing = next((why for _, why in columns if why), "")
+            none = Damage(MISSING_FIELD, missing or f"nothing in column {' or '.join(map(repr, fields))}")
             groups = _rows(table)
             total = sum(groups)
             for group, rows in enumerate(groups):
@@ -36,11 +43,15 @@ def parquet_documents(file: int, input: Input, field: str, progress: Progress, s
                 if not rows or ordinal + rows < start:
                     ordinal += rows
                     continue
-                for text in iter([None] * rows) if missing else _texts(table, group, rows, path):
+                paths = [path for path, _ in columns]
+                for texts in iter([(None,)] * rows) if missing else _texts(table, group, rows, paths):
                     if ordinal >= start:
-                        data = text or b""
                         progress.bytes = before + size * (ordinal + 1) // total
-                        yield Document(file, ordinal, ordinal + 1, len(data), data, none if text is None else None)
+                        whole = [text for text in texts if text is not None]
+                        if len(whole) < len(texts):
+                            yield Document(file, ordinal, ordinal + 1, 0, b"", none)
+                        else:
+                            yield document_of(file, ordinal, ordinal + 1, whole)
                     ordinal += 1
         except Broken as broken:
             if ordinal >= start:
@@ -86,15 +97,15 @@ def _column(schema: Any, field: str) -> tuple[list[str], str]:
     return path, "" if any(test(kind) for test in tests) else f"column {field!r} is no text but {kind}"
 
 
-def _texts(table: Any, group: int, rows: int, path: list[str]) -> Iterator[bytes | None]:
-    """The texts of a row group. Strings are not decoded: whether they are UTF-8 is looked at later, as of all."""
+def _texts(table: Any, group: int, rows: int, paths: Sequence[list[str]]) -> Iterator[tuple[bytes | None, ...]]:
+    """The texts of each row of a group. Strings are not decoded: whether they are UTF-8 is looked at later."""
     import pyarrow
     from pyarrow import compute
 
     with _damage_told():
         mean = table.metadata.row_group(group).total_byte_size // rows + 1
         batches = table.iter_batches(
-            max(1, min(BATCH_BYTES // mean, MOST_ROWS)), [group], [".".join(path)], use_threads=False
+            max(1, min(BATCH_BYTES // mean, MOST_ROWS)), [group], [".".join(path) for path in paths], use_threads=False
         )
     given = 0
     while True:
@@ -102,14 +113,16 @@ def _texts(table: Any, group: int, rows: int, path: list[str]) -> Iterator[bytes
             batch = next(batches, None)
             if batch is None:
                 break
-            array = batch.column(path[0])
-            for name in path[1:]:
-                array = compute.struct_field(array, name)
-            if pyarrow.types.is_dictionary(array.type):
-                array = array.dictionary_decode()
-            texts = array.cast(pyarrow.large_binary()).to_pylist()
-        given += len(texts)
-        yield from texts
+            texts = []
+            for path in paths:
+                array = batch.column(path[0])
+                for name in path[1:]:
+                    array = compute.struct_field(array, name)
+                if pyarrow.types.is_dictionary(array.type):
+                    array = array.dictionary_decode()
+                texts.append(array.cast(pyarrow.large_binary()).to_pylist())
+        given += batch.num_rows
+        yield from zip(*texts, strict=True)
     if given != rows:
         raise Broken(TRUNCATED, "its Parquet data end too early")
 

@@ -1,6 +1,6 @@
 """The parts of a token file that machines wrote with `tokenize-corpus --shard`, taken as one file, part after part."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ class _Ids:
     def __init__(self, parts: list[TokenFile], begins: np.ndarray) -> None:
         self._parts, self._begins = parts, begins
         self.size = int(begins[-1])
-        self.nbytes = 2 * self.size
+        self.dtype = parts[0].id_type
+        self.nbytes = self.dtype.itemsize * self.size
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             begin, end, step = index.indices(self.size)
             assert step == 1
-            return np.concatenate([*self.pieces(begin, end)] or [np.empty(0, np.uint16)])
+            return np.concatenate([*self.pieces(begin, end)] or [np.empty(0, self.dtype)])
         part = int(np.searchsorted(self._begins, index, side="right")) - 1
         return self._parts[part].ids[index - int(self._begins[part])]
 
@@ -51,6 +52,7 @@ class PartedFile(TokenFile):
         self.path, self.manifest, self.vocab_size = path, manifest, vocab_size
         self.form = f"{len(parts)} parts of tokenize-corpus --shard"
         self.parts = parts
+        self.id_type = parts[0].id_type
         self.doc_ends = None
         self._begins = np.cumsum([0, *(part.tokens for part in parts)])
         self.ids = _Ids(parts, self._begins)
@@ -64,6 +66,14 @@ class PartedFile(TokenFile):
         return self.ids[i * seq_len : (i + 1) * seq_len + 1]
 
     def read_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
+        self._read_by_part(TokenFile.read_pieces, out, at, begins, lengths)
+
+    def read_mask(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
+        self._read_by_part(TokenFile.read_mask, out, at, begins, lengths)
+
+    def _read_by_part(
+        self, read: Callable[..., None], out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray
+    ) -> None:
         for number, part in enumerate(self.parts):
             first, stop = int(self._begins[number]), int(self._begins[number + 1])
             # Of a piece that crosses a border each part reads its share.
@@ -71,9 +81,9 @@ class PartedFile(TokenFile):
             mine = low < high
             sizes = (high - low)[mine]
             # A part looks through all of what it fills.
-            filled = np.empty(int(sizes.sum()), np.uint16)
+            filled = np.empty(int(sizes.sum()), out.dtype)
             places = np.cumsum(sizes) - sizes
-            part.read_pieces(filled, places, low[mine] - first, sizes)
+            read(part, filled, places, low[mine] - first, sizes)
             targets = (at + low - begins)[mine].tolist()
             for target, place, size in zip(targets, places.tolist(), sizes.tolist(), strict=True):
                 out[target : target + size] = filled[place : place + size]
@@ -115,6 +125,7 @@ def open_parts(path: Path, vocab_size: int | None) -> PartedFile | None:
             ("tokenizer", lambda manifest: manifest["tokenizer"]["sha256"]),
             ("engine", lambda manifest: manifest["engine"]),
             ("inputs", lambda manifest: manifest.get("shard", {}).get("split")),
+            ("choice of what counts in the loss", lambda manifest: manifest.get("mask") is not None),
         ):
             if of(manifest) != of(manifests[0]):
                 raise ConfigMismatch(
@@ -132,4 +143,10 @@ def open_parts(path: Path, vocab_size: int | None) -> PartedFile | None:
         "sha256": [sha256 for one in manifests for sha256 in one["sha256"]],
         "inputs": [one for manifest in manifests for one in manifest["inputs"]],
     }
+    if manifests[0].get("mask"):
+        masks = [one["mask"] for one in manifests]
+        together["mask"] = {
+            "loss_tokens": sum(mask["loss_tokens"] for mask in masks),
+            "sha256": [sha256 for mask in masks for sha256 in mask["sha256"]],
+        }
     return PartedFile(path, parts, together, min(part.vocab_size for part in parts))

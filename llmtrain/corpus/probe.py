@@ -71,7 +71,8 @@ def expected_bytes(probe: Probe, engine: Engine, inputs: list[Input], reading: R
     documents = len(inputs) if whole else round(probe.documents * scale)
     _, lengths, _ = engine.encode(probe.texts)
     tokens = (int(lengths.sum()) - len(lengths)) / max(1, sum(map(len, probe.texts))) * probe.text * scale
-    return 2 * (round(tokens) + documents) + 8 * documents
+    of_token = engine.id_type.itemsize + (reading.completion_field is not None)
+    return of_token * (round(tokens) + documents) + 8 * documents
 
 
 def free_bytes(folder: Path) -> int:

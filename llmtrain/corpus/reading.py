@@ -26,6 +26,14 @@ class Reading:
     documents, whose own lines stay whole, the last line end included."""
     text_field: str = "text"
     """Of JSON Lines and Parquet: the field that is the text; of a nested one the names joined by dots."""
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    """In place of the text: a field that is read and one that is to be learned. Both or neither."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Those that make a document, the last of them to be learned."""
+        return (self.text_field,) if self.completion_field is None else (self.prompt_field or "", self.completion_field)
 
 
 def read_documents(
@@ -48,7 +56,7 @@ def read_documents(
 def _read(file: int, input: Input, reading: Reading, progress: Progress, start: int) -> Generator[Document, None, None]:
     try:
         if input.format == PARQUET:
-            yield from parquet_documents(file, input, reading.text_field, progress, start)
+            yield from parquet_documents(file, input, reading.fields, progress, start)
             return
         if input.format == TEXT and reading.document == FILE and (small := read_small(input, progress)):
             data, mark = small
@@ -57,7 +65,7 @@ def _read(file: int, input: Input, reading: Reading, progress: Progress, start: 
             return
         with Text(input, progress, whole=input.format == TEXT and reading.document == FILE) as text:
             if input.format == JSONL:
-                documents = json_documents(file, text, reading.text_field)
+                documents = json_documents(file, text, reading.fields)
             elif reading.document == FILE:
                 documents = iter([_whole(file, text)])
             elif reading.document == LINE:

@@ -1,8 +1,10 @@
-"""The token file: flat little-endian u16 ids, beside it a manifest (`.json`) and a document index (`.docs`).
+"""The token file: flat little-endian ids, beside it a manifest (`.json`) and a document index (`.docs`).
 
-    X.u16        ids and nothing else, so that nanoGPT-style readers open it
+    X.u16        ids of two bytes, of four where the vocabulary is beyond 65,536 (by custom X.u32),
+                 and nothing else, so that nanoGPT-style readers open it
     X.u16.json   what it holds, which tokenizer made it, and the SHA-256 of each 64 MiB block of ids
     X.u16.docs   u64, the end of each document in tokens; each document ends with the EOS id
+    X.u16.mask   u8, of fine-tuning data: 1 for a token that counts in the loss, 0 for one of a prompt
 
 A file without a manifest can be read too, in the forms of `foreign`; then the caller says the vocabulary and, unless
 the form does, which id ends a document.
@@ -21,15 +23,17 @@ import numpy as np
 from llmtrain.corpus.foreign import Form, recognise
 from llmtrain.corpus.token_manifest import (
     BLOCK_BYTES,
+    ID_TYPES,
     docs_path,
     manifest_path,
+    mask_path,
     read_manifest,
     work_folder,
 )
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, UsageError, read_error
 from llmtrain.storage.reading import open_file
 
-OURS = "flat u16 ids with a manifest"
+OURS = "flat u{bits} ids with a manifest"
 
 
 def _size(path: Path) -> int:
@@ -43,10 +47,11 @@ def _size_and_manifest(path: Path) -> tuple[int, dict[str, Any] | None]:
     for last in (False, True):
         manifest = read_manifest(path)
         size = _size(path)
-        if manifest is None or size <= 2 * manifest["tokens"]:
+        whole = 0 if manifest is None else ID_TYPES[manifest["dtype"]].itemsize * manifest["tokens"]
+        if manifest is None or size <= whole:
             break
         if _is_appended_to(path):
-            return 2 * manifest["tokens"], manifest
+            return whole, manifest
         # Its writer may have finished in between: then there is a new manifest.
         if last:
             break
@@ -70,6 +75,31 @@ def _truncated(path: Path, size: int) -> BadData:
     return BadData(f"{path}: was truncated to {size:,} bytes while in use: make the token file anew")
 
 
+def _check_mask(path: Path, tokens: int) -> None:
+    """Raises InputMissing, StorageFailure, BadData where the mask is not there, or of another length."""
+    size = _size(mask_path(path))
+    if size != tokens and not (size > tokens and _is_appended_to(path)):
+        raise BadData(
+            f"{mask_path(path)}: its length is {size:,} bytes, {tokens:,} tokens take one each: make the token file "
+            "anew"
+        )
+
+
+def _read_pieces(
+    fd: int, path: Path, out: np.ndarray, at: np.ndarray, begins: np.ndarray, sizes: np.ndarray
+) -> None:
+    """Copies pieces of a file, in bytes, to the places `at` of `out`. Raises BadData, StorageFailure."""
+    # Read and not copied out of the mapping: of a large file most windows lie in pages that were never mapped, and
+    # mapping them costs several times as much, grows the process, and kills it where the file was truncated.
+    view = out.data.cast("B")
+    try:
+        for to, begin, nbytes in zip(at.tolist(), begins.tolist(), sizes.tolist(), strict=True):
+            if os.preadv(fd, [view[to : to + nbytes]], begin) != nbytes:
+                raise _truncated(path, os.fstat(fd).st_size)
+    except OSError as error:
+        raise read_error(error, path) from error
+
+
 class TokenFile:
     """An open token file. Nothing is read or hashed but what is asked for: a file of 100 GB opens at once.
 
@@ -80,7 +110,8 @@ class TokenFile:
     manifest    as written by `write_manifest`, None where there is none
     vocab_size  every id is below it: the manifest's and the caller's, whichever is smaller
     eos_id      the id that ends each document, None where unknown
-    ids         (tokens,) uint16, mapped
+    ids         (tokens,) of `id_type`, mapped
+    id_type     uint16 or uint32
     doc_ends    (documents,) uint64, mapped where it is a file of ours: the end of each document in tokens; None where
                 there is no index
     """
@@ -100,6 +131,7 @@ class TokenFile:
         self.manifest = manifest
         self.vocab_size = vocab_size
         self.ids = ids
+        self.id_type: np.dtype = ids.dtype
         self.doc_ends = doc_ends
         self.tokens = ids.size
         self.documents: int = manifest["documents"] if manifest else 0 if doc_ends is None else doc_ends.size
@@ -110,6 +142,10 @@ class TokenFile:
         if hasattr(os, "posix_fadvise"):
             # Windows are read in random order: without this the system would read 128 KiB around a window of 2.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        self._mask = -1
+        if self.has_mask:
+            self._mask = os.open(mask_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._mask)
 
     @classmethod
     def open(
@@ -133,9 +169,15 @@ class TokenFile:
         size, manifest = _size_and_manifest(path)
         if size == 0:
             raise BadData(f"{path}: is empty: make the token file anew")
-        if size % 2:
-            raise BadData(f"{path}: its length of {size:,} bytes is odd, u16 ids take 2 each: make the token file anew")
-        form = Form(OURS)
+        id_type = ID_TYPES[manifest["dtype"] if manifest else "uint16"]
+        width = id_type.itemsize
+        if size % width:
+            odd = "odd" if size % 2 else "no multiple of 4"
+            raise BadData(
+                f"{path}: its length of {size:,} bytes is {odd}, u{8 * width} ids take {width} each: make the token "
+                "file anew"
+            )
+        form = Form(OURS.format(bits=8 * width))
         if manifest is None:
             form = recognise(path, size)
             if vocab_size is None:
@@ -143,9 +185,9 @@ class TokenFile:
             if eos_id is not None and not 0 <= eos_id < vocab_size:
                 raise UsageError(f"--eos-id {eos_id}: is not an id of the vocabulary of {vocab_size}")
         else:
-            if manifest["tokens"] * 2 != size:
+            if manifest["tokens"] * width != size:
                 raise BadData(
-                    f"{path}: holds {size // 2:,} tokens, its manifest says {manifest['tokens']:,}: "
+                    f"{path}: holds {size // width:,} tokens, its manifest says {manifest['tokens']:,}: "
                     "make the token file anew"
                 )
             if vocab_size is not None and manifest["max_id"] >= vocab_size:
@@ -156,8 +198,10 @@ class TokenFile:
         known = [vocab_size] if vocab_size is not None else []
         limit = min(known + [manifest["vocab_size"]] if manifest else known)
         try:
-            ids = np.memmap(path, "<u2", "r", form.begin, ((size - form.begin) // 2,))
+            ids = np.memmap(path, id_type, "r", form.begin, ((size - form.begin) // width,))
             doc_ends = cls._open_index(path, manifest) if manifest else form.doc_ends
+            if manifest and manifest.get("mask"):
+                _check_mask(path, manifest["tokens"])
         except OSError as error:
             raise read_error(error, path) from None
         if form.begin + ids.nbytes != size:
@@ -188,6 +232,11 @@ class TokenFile:
         return ends
 
     @property
+    def has_mask(self) -> bool:
+        """Whether only some of its tokens count in the loss."""
+        return self.manifest is not None and self.manifest.get("mask") is not None
+
+    @property
     def has_borders(self) -> bool:
         """Whether it is known where documents begin."""
         return self.doc_ends is not None or self.eos_id is not None
@@ -197,38 +246,35 @@ class TokenFile:
         return max(0, (self.tokens - 1) // seq_len)
 
     def window(self, i: int, seq_len: int) -> np.ndarray:
-        """Window `i`: a view, (seq_len + 1,) uint16."""
+        """Window `i`: a view, (seq_len + 1,)."""
         if not 0 <= i < self.windows(seq_len):
             raise IndexError(f"window {i} of {self.windows(seq_len)}")
         return self._flat[i * seq_len : (i + 1) * seq_len + 1]
 
     def gather(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
-        """windows (N,) int64 -> their ids, a copy (N, seq_len + 1) uint16, every one below `vocab_size`.
+        """windows (N,) int64 -> their ids, a copy (N, seq_len + 1), every one below `vocab_size`.
 
         Raises BadData naming the position of an id that is not, or when the file was truncated since it was opened.
         """
-        ids = np.empty((len(windows), seq_len + 1), np.uint16)
+        ids = np.empty((len(windows), seq_len + 1), self.id_type)
         at = np.arange(len(windows)) * (seq_len + 1)
         self.read_pieces(ids.reshape(-1), at, windows * seq_len, np.full(len(windows), seq_len + 1))
         return ids
 
     def read_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
         """Copies the ids of pieces (N,), `begins` and `lengths` in tokens of the file, to the places `at` (N,), which
-        rise, of `out` (M,) uint16. Raises BadData as `gather`."""
-        # Read and not copied out of the mapping: of a large file most windows lie in pages that were never mapped, and
-        # mapping them costs several times as much, grows the process, and kills it where the file was truncated.
-        fd, view = self._descriptor, out.data.cast("B")
-        places = zip((2 * at).tolist(), (2 * begins + self.ids.offset).tolist(), (2 * lengths).tolist(), strict=True)
-        try:
-            for to, begin, nbytes in places:
-                if os.preadv(fd, [view[to : to + nbytes]], begin) != nbytes:
-                    raise _truncated(self.path, os.fstat(fd).st_size)
-        except OSError as error:
-            raise read_error(error, self.path) from error
+        rise, of `out` (M,) of `id_type`. Raises BadData as `gather`."""
+        width = self.id_type.itemsize
+        _read_pieces(self._descriptor, self.path, out, width * at, width * begins + self.ids.offset, width * lengths)
         if out.size and int(out.max()) >= self.vocab_size:
             place = int(np.argmax(out >= self.vocab_size))
             piece = int(np.searchsorted(at, place, side="right")) - 1
             raise self._beyond(int(begins[piece]) + place - int(at[piece]))
+
+    def read_mask(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
+        """As `read_pieces`, of a file with a mask: 1 for each token that counts in the loss and 0 for the others, into
+        `out` (M,) uint8."""
+        _read_pieces(self._mask, mask_path(self.path), out, at, begins, lengths)
 
     def _beyond(self, token: int) -> BadData:
         return BadData(
@@ -252,8 +298,9 @@ class TokenFile:
         end = 0
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.ids.offset)
-            for begin in range(0, self.tokens, BLOCK_BYTES // 2):
-                ids = np.fromfile(file, "<u2", min(BLOCK_BYTES // 2, self.tokens - begin))
+            of_block = BLOCK_BYTES // self.id_type.itemsize
+            for begin in range(0, self.tokens, of_block):
+                ids = np.fromfile(file, self.id_type, min(of_block, self.tokens - begin))
                 ends = np.flatnonzero(ids == self.eos_id) + (begin + 1)
                 end = int(ends[-1]) if ends.size else end
                 yield ends
@@ -261,10 +308,11 @@ class TokenFile:
             yield np.array([self.tokens])
 
     def content_sha256(self) -> str:
-        """What tells its content from another's, without reading it all: of the hashes in the manifest; without one, of
-        the first and last MiB of ids."""
+        """What tells its content from another's, without reading it all: of the hashes in the manifest, a mask's too;
+        without one, of the first and last MiB of ids."""
         if self.manifest is not None:
-            return hashlib.sha256("".join(self.manifest["sha256"]).encode()).hexdigest()
+            of_mask = self.manifest["mask"]["sha256"] if self.has_mask else []
+            return hashlib.sha256("".join(self.manifest["sha256"] + of_mask).encode()).hexdigest()
         digest = hashlib.sha256(self.ids[: 1 << 19].tobytes())
         digest.update(self.ids[-(1 << 19) :].tobytes())
         return digest.hexdigest()
@@ -301,7 +349,8 @@ class TokenFile:
         if not hasattr(os, "posix_fadvise"):
             return
         fd, advise, willneed = self._descriptor, os.posix_fadvise, os.POSIX_FADV_WILLNEED
-        for begin, length in zip((2 * begins + self.ids.offset).tolist(), (2 * lengths).tolist(), strict=True):
+        offsets, sizes = self.id_type.itemsize * begins + self.ids.offset, self.id_type.itemsize * lengths
+        for begin, length in zip(offsets.tolist(), sizes.tolist(), strict=True):
             advise(fd, begin, length, willneed)
 
     def verify(self) -> Iterator[int]:
@@ -321,9 +370,9 @@ class TokenFile:
                 view = memoryview(buffer)[:n]
                 if file.readinto(view) != n or hashlib.sha256(view).hexdigest() != sha256:
                     raise BadData(f"{self.path}: bytes {begin:,} to {begin + n:,} are damaged (their hash differs)")
-                ids = np.frombuffer(view, "<u2")
+                ids = np.frombuffer(view, self.id_type)
                 max_id = max(max_id, int(ids.max()))
-                ends = np.flatnonzero(ids == self.eos_id) + (begin // 2 + 1)
+                ends = np.flatnonzero(ids == self.eos_id) + (begin // self.id_type.itemsize + 1)
                 if self.doc_ends is not None:
                     said = self.doc_ends[documents : documents + len(ends)]
                     if not np.array_equal(said, ends.astype(np.uint64)):
@@ -335,3 +384,19 @@ class TokenFile:
         for name, found in (("documents", documents), ("max_id", max_id)):
             if self.manifest[name] != found:
                 raise BadData(f"{manifest_path(self.path)}: {name} is {self.manifest[name]:,}, the file has {found:,}")
+        if self.has_mask:
+            yield from self._verify_mask(self.manifest["mask"])
+
+    def _verify_mask(self, said: Mapping[str, Any]) -> Iterator[int]:
+        where, loss_tokens = mask_path(self.path), 0
+        with open(where, "rb") as file:
+            for sha256 in said["sha256"]:
+                data = file.read(min(BLOCK_BYTES, self.tokens - file.tell()))
+                if hashlib.sha256(data).hexdigest() != sha256:
+                    raise BadData(f"{where}: is damaged before byte {file.tell():,} (its hash differs)")
+                loss_tokens += int(np.count_nonzero(np.frombuffer(data, np.uint8) == 1))
+                yield len(data)
+        if loss_tokens != said["loss_tokens"]:
+            raise BadData(
+                f"{manifest_path(self.path)}: loss_tokens is {said['loss_tokens']:,}, the mask has {loss_tokens:,}"
+            )

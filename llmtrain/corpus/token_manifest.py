@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from llmtrain import __version__
-from llmtrain.corpus.config import MAX_VOCAB_SIZE
+from llmtrain.corpus.config import MAX_VOCAB_SIZE, U16_VOCAB_SIZE
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import BadData
 from llmtrain.storage.manifest import canonical_sha256, read_json
 
 FORMAT = 1
 BLOCK_BYTES = 64 << 20
+
+ID_TYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+"""The manifest's `dtype` -> how an id lies in the file."""
 
 
 def manifest_path(path: str | os.PathLike[str]) -> Path:
@@ -25,6 +30,11 @@ def manifest_path(path: str | os.PathLike[str]) -> Path:
 def docs_path(path: str | os.PathLike[str]) -> Path:
     """Where the document index of the token file `path` is."""
     return Path(f"{os.fspath(path)}.docs")
+
+
+def mask_path(path: str | os.PathLike[str]) -> Path:
+    """Where it is said which tokens of the token file `path` count in the loss."""
+    return Path(f"{os.fspath(path)}.mask")
 
 
 def work_folder(path: str | os.PathLike[str]) -> Path:
@@ -82,18 +92,21 @@ def write_manifest(
     engine: Mapping[str, str],
     sha256: Sequence[str],
     inputs: Sequence[Mapping[str, Any]],
+    dtype: str = "uint16",
+    mask: Mapping[str, Any] | None = None,
     shard: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the manifest of the token file `path`, atomically; ids and index must be in place before.
 
-    `tokenizer` is {file, sha256}, `engine` {name, version}, `sha256` what `BlockHashes` gives, an input
-    {path, bytes, documents, tokens, skipped: {reason: count}}, `shard` {number, of, split} where it is one of several
+    `dtype` is one of ID_TYPES, `tokenizer` is {file, sha256}, `engine` {name, version}, `sha256` what `BlockHashes`
+    gives, an input {path, bytes, documents, tokens, skipped: {reason: count}}, `mask` {loss_tokens, sha256} of the mask
+    where there is one, `shard` {number, of, split} where it is one of several
     parts. Equal arguments give equal bytes: no time, no host.
     Raises CannotCreate, StorageFailure.
     """
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "dtype": "uint16",
+        "dtype": dtype,
         "tokens": tokens,
         "documents": documents,
         "max_id": max_id,
@@ -105,6 +118,8 @@ def write_manifest(
         "inputs": [dict(one) for one in inputs],
         "created_by": f"llmtrain {__version__}",
     }
+    if mask:
+        manifest["mask"] = dict(mask)
     if shard:
         manifest["shard"] = dict(shard)
     manifest["manifest_sha256"] = _manifest_hash(manifest)
@@ -128,14 +143,15 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         raise BadData(f"{where}: has format {manifest['format']!r}, this llmtrain reads format {FORMAT}: update it")
     if manifest.get("manifest_sha256", "") not in ("", _manifest_hash(manifest)):
         refuse("was altered after it was written, its own hash does not fit")
-    if manifest.get("dtype") != "uint16":
-        refuse(f"dtype is {manifest.get('dtype')!r}, not 'uint16'")
+    if manifest.get("dtype") not in ID_TYPES:
+        refuse(f"dtype is {manifest.get('dtype')!r}, not {' or '.join(map(repr, ID_TYPES))}")
+    most = U16_VOCAB_SIZE if manifest["dtype"] == "uint16" else MAX_VOCAB_SIZE
     for name, low, high in (
         ("tokens", 0, 1 << 62),
         ("documents", 0, 1 << 62),
-        ("vocab_size", 1, MAX_VOCAB_SIZE),
-        ("max_id", 0, MAX_VOCAB_SIZE - 1),
-        ("eos_id", 0, MAX_VOCAB_SIZE - 1),
+        ("vocab_size", 1, most),
+        ("max_id", 0, most - 1),
+        ("eos_id", 0, most - 1),
     ):
         value = manifest.get(name)
         if type(value) is not int or not low <= value <= high:
@@ -151,10 +167,23 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
             refuse(f"the tokenizer's {name} is missing")
     if not isinstance(manifest.get("inputs"), list) or not all(map(_is_input, manifest["inputs"])):
         refuse("inputs is no list of {path, bytes, documents, tokens, skipped}")
-    blocks = -(-manifest["tokens"] * 2 // BLOCK_BYTES)
-    if not isinstance(manifest.get("sha256"), list) or list(map(type, manifest["sha256"])) != [str] * blocks:
-        refuse(f"sha256 does not hold one hash for each of its {blocks} blocks")
+    width = ID_TYPES[manifest["dtype"]].itemsize
+    if not _hashes_fit(manifest.get("sha256"), width * manifest["tokens"]):
+        refuse(f"sha256 does not hold one hash for each of its {-(-manifest['tokens'] * width // BLOCK_BYTES)} blocks")
+    mask = manifest.get("mask")
+    if mask is not None and not (
+        isinstance(mask, dict)
+        and type(mask.get("loss_tokens")) is int
+        and 0 <= mask["loss_tokens"] <= manifest["tokens"]
+        and _hashes_fit(mask.get("sha256"), manifest["tokens"])
+    ):
+        refuse("mask is no object of {loss_tokens, sha256} that fits its tokens")
     return manifest
+
+
+def _hashes_fit(hashes: Any, nbytes: int) -> bool:
+    """Whether there is one for each block of a file of `nbytes`."""
+    return isinstance(hashes, list) and list(map(type, hashes)) == [str] * -(-nbytes // BLOCK_BYTES)
 
 
 def _is_input(one: Any) -> bool:

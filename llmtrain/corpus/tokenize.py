@@ -38,6 +38,7 @@ from llmtrain.storage.errors import (
     LlmtrainError,
     StopRequested,
     StorageFailure,
+    UsageError,
 )
 from llmtrain.storage.manifest import read_json
 from llmtrain.storage.units import in_bytes
@@ -58,12 +59,18 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_s
     """
     begin = time.perf_counter()
     tokenizer = tokenizer_room.load(config.tokenizer)
-    tokenizer.require_u16()
+    id_type = tokenizer.id_type
+    if id_type != "uint16" and config.output.suffix == ".u16":
+        raise UsageError(
+            f"{config.output}: ids of a vocabulary of {tokenizer.vocab_size:,} take four bytes: name it with --output "
+            f"{config.output.with_suffix('.u32')}"
+        )
     outputs = _outputs(config)
     # A folder may well hold what this command itself reads and writes.
     written = [name for path in outputs for name in names(path)]
     refuse_to_overwrite([config.tokenizer, *config.inputs], written)
-    everything = find_inputs(config.inputs, [config.tokenizer, *written], config.format, config.text_field)
+    field = config.completion_field or config.text_field
+    everything = find_inputs(config.inputs, [config.tokenizer, *written], config.format, field)
     files = everything
     asked: dict[str, Any] = {
         "tokenizer": tokenizer.sha256, "holdout": config.holdout, "shard": config.shard, "append": config.append,
@@ -76,7 +83,9 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_s
     if config.dry_run:
         _dry_run(config, tokenizer, outputs, everything, files)
         return
-    with _stop_signals(work_folder(outputs[0])) as check, Work(outputs, asked, config.append, commit_seconds) as work:
+    with _stop_signals(work_folder(outputs[0])) as check, Work(
+        outputs, asked, config.append, commit_seconds, id_type
+    ) as work:
         files = _not_there_yet(work, files, config, tokenizer)
         counts = Counts(files, config.on_bad, len(outputs))
         _restore(work, counts)
@@ -106,6 +115,9 @@ def _not_there_yet(work: Work, files: list[Input], config: TokenizeConfig, token
     if base is None:
         raise InputMissing(f"{config.output}: is no token file with a manifest to append to: leave --append out")
     for part in work.parts:
+        if part.base and (part.base.get("mask") is not None) != part.masked:
+            has, give = ("no", "leave --prompt-field out") if part.masked else ("a", "give --prompt-field as then")
+            raise ConfigMismatch(f"{part.path}: has {has} loss mask: {give}, or name another --output")
         sha256 = part.base["tokenizer"]["sha256"] if part.base else tokenizer.sha256
         if sha256 != tokenizer.sha256:
             raise ConfigMismatch(f"{part.path}: was made with another tokenizer than {tokenizer.file}: name that one")
@@ -271,7 +283,7 @@ class _Stream:
     def _add(self, document: Document) -> None:
         if document.file != self._file:
             self._file, self._hash = document.file, hashlib.sha256()
-        self._hash.update(b"%d %d\n" % (document.size, len(document.data)))
+        self._hash.update(b"%d %d %d\n" % (document.size, len(document.data), document.prompt))
         self._hash.update(document.data)
 
 
@@ -283,7 +295,7 @@ def _publish(tokenizer: Tokenizer, work: Work, counts: Counts) -> None:
     engine = work.engine
     assert engine
 
-    def write(part: Part, number: int, hashes: list[str]) -> None:
+    def write(part: Part, number: int, hashes: list[str], of_mask: list[str] | None) -> None:
         write_manifest(
             part.path,
             tokens=part.tokens,
@@ -293,7 +305,9 @@ def _publish(tokenizer: Tokenizer, work: Work, counts: Counts) -> None:
             eos_id=tokenizer.eos_id,
             tokenizer=part.base["tokenizer"] if part.base else {"file": tokenizer.file, "sha256": tokenizer.sha256},
             engine=engine,
+            dtype=tokenizer.id_type,
             sha256=hashes,
+            mask=None if of_mask is None else {"loss_tokens": part.loss_tokens, "sha256": of_mask},
             inputs=(part.base["inputs"] if part.base else []) + counts.inputs(number),
             shard=shard,
         )
@@ -316,7 +330,8 @@ def _write(parts: list[Part], counts: Counts, task: Task) -> None:
     sides = list(zip(parts, (kept & ~encoded.held_out, kept & encoded.held_out), strict=False))
     try:
         for part, mine in sides:
-            part.add(encoded.ids if (mine == kept).all() else _ids_of(encoded, mine), encoded.lengths[mine])
+            ids = encoded.ids if (mine == kept).all() else _ids_of(encoded, mine)
+            part.add(ids, encoded.lengths[mine], encoded.of_prompt[mine])
     except LlmtrainError:
         for part, state in zip(parts, before, strict=True):
             part.cut(state)
@@ -350,7 +365,8 @@ def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:
 def _summary(parts: list[Part], counts: Counts, seconds: float) -> None:
     for part, note in zip(parts, ("", " (held out)"), strict=False):
         if part.documents:
-            print(f"{shown(part.path)}: {part.tokens:,} tokens, {plural(part.documents, 'document')}{note}")
+            of_loss = f", {part.loss_tokens:,} tokens ({part.loss_tokens / part.tokens:.1%}) in the loss" * part.masked
+            print(f"{shown(part.path)}: {part.tokens:,} tokens, {plural(part.documents, 'document')}{of_loss}{note}")
         else:
             few = f"not written, none of {plural(parts[0].documents, 'document')} fell into the share held out"
             print(f"{shown(part.path)}: {few}: raise --holdout, or see --document for what a document is")

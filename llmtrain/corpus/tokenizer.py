@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from llmtrain.corpus.config import MAX_VOCAB_SIZE
+from llmtrain.corpus.config import MAX_VOCAB_SIZE, U16_VOCAB_SIZE
 from llmtrain.storage.errors import BadData, read_error
 
 EOS = "<|endoftext|>"
@@ -96,13 +96,15 @@ class Tokenizer:
         tokenizer.__dict__.update(facts | {"data": facts["data"].encode(), "added_ids": set(facts["added_ids"])})
         return tokenizer
 
-    def require_u16(self) -> None:
-        """Raises BadData where an id would not fit the two bytes of a token file."""
+    @property
+    def id_type(self) -> str:
+        """What holds its ids in a token file, one of token_manifest.ID_TYPES. Raises BadData where none does."""
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise BadData(
                 f"{self.file}: a vocabulary of {self.vocab_size} does not fit a token file, whose ids end at "
                 f"{MAX_VOCAB_SIZE - 1}: name a tokenizer of at most {MAX_VOCAB_SIZE} tokens"
             )
+        return "uint16" if self.vocab_size <= U16_VOCAB_SIZE else "uint32"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without any special token."""

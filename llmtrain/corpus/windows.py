@@ -11,13 +11,15 @@ class Gathered(NamedTuple):
     """The tokens of some windows. A border is where a document, or a part of one, begins behind another in its row."""
 
     ids: np.ndarray
-    """(N, T + 1) uint16, 0 behind `ends`"""
+    """(N, T + 1) of the file's `id_type`, 0 behind `ends`"""
     rows: np.ndarray
     """(M,) int64, the row of each border, in order"""
     columns: np.ndarray
     """(M,) int64, its column, 1 to T"""
     ends: np.ndarray | None
     """(N,) int64, how many tokens of each row are text; None where all are"""
+    counts: np.ndarray | None = None
+    """(N, T + 1) uint8, 1 for tokens that count in the loss; None where all do"""
 
 
 class Pieces(NamedTuple):
@@ -61,8 +63,12 @@ class Concat:
         return Pieces(np.arange(len(windows)), windows * self.seq_len, np.full(len(windows), self.seq_len + 1))
 
     def gather(self, windows: np.ndarray, pieces: Pieces | None = None) -> Gathered:
-        ids = self.file.gather(windows, self.seq_len)
-        return Gathered(ids, *self.file.borders(windows, ids), None)
+        ids, counts = self.file.gather(windows, self.seq_len), None
+        if self.file.has_mask:
+            rows, starts, lengths = self.pieces(windows)
+            counts = np.empty(ids.shape, np.uint8)
+            self.file.read_mask(counts.reshape(-1), rows * (self.seq_len + 1), starts, lengths)
+        return Gathered(ids, *self.file.borders(windows, ids), None, counts)
 
     def read_index_ahead(self) -> None:
         pass

@@ -44,24 +44,28 @@ class Encoded:
     """One block as ids. Arrays go by document of the block."""
 
     ids: list[np.ndarray]
-    """All documents, each ended by EOS, uint16: arrays to be read one after the other."""
+    """All documents, each ended by EOS, of the engine's `id_type`: arrays to be read one after the other."""
     lengths: np.ndarray
     """Ids of each document, int64; 0 for one that was left out."""
     held_out: np.ndarray
     """Whether its content chooses it for the held-out part, bool."""
     left_out: list[tuple[int, str, int]]
     """(number in the block, reason, byte of the document) of those without ids."""
+    of_prompt: np.ndarray
+    """Ids at the beginning of each document that are its prompt's, int64."""
 
 
-def encode_block(engine: Engine, documents: Sequence[bytes], holdout: float) -> Encoded:
-    """What a worker does with a block. Raises BadData as `Engine.encode`."""
-    ids, lengths, bad = engine.encode(documents)
+def encode_block(
+    engine: Engine, documents: Sequence[bytes], holdout: float, prompts: Sequence[int] | None = None
+) -> Encoded:
+    """What a worker does with a block; `prompts`: bytes of each document's. Raises BadData as `Engine.encode`."""
+    ids, lengths, of_prompt, bad = engine.encode_prompted(documents, prompts or [0] * len(documents))
     left_out = [(number, INVALID_UTF8, place) for number, place in bad]
     left_out += [(number, "empty", 0) for number, data in enumerate(documents) if not data]
     held_out = np.zeros(len(documents), bool)
     if holdout:
         held_out[:] = [falls_within(data, holdout) for data in documents]
-    return Encoded(ids, lengths, held_out, sorted(left_out))
+    return Encoded(ids, lengths, held_out, sorted(left_out), of_prompt)
 
 
 @dataclass
@@ -125,7 +129,7 @@ def encode_blocks(
             for descriptor in busy:
                 poll.register(descriptor, select.POLLIN)
             for descriptor, _ in poll.poll(POLL_MS):
-                _receive(busy[descriptor])
+                _receive(busy[descriptor], engine.id_type)
             while in_order and in_order[0].encoded is not None:
                 yield in_order.popleft()
 
@@ -163,10 +167,10 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 def _send(worker: _Worker, block: list[Document]) -> Task:
-    files, ordinals, places, sizes, datas, damages = map(list, zip(*block, strict=True))
+    files, ordinals, places, sizes, datas, damages, prompts = map(list, zip(*block, strict=True))
     task = Task(files, ordinals, places, sizes, damages, _nbytes(block))
     try:
-        lengths = np.array([len(data) for data in datas], np.int64)
+        lengths = np.array([[len(data) for data in datas], prompts], np.int64)
         joined = datas[0] if len(datas) == 1 else b"".join(datas)
         _put(worker.connection, {"documents": len(datas)}, [lengths, joined])
     except OSError as error:
@@ -175,22 +179,21 @@ def _send(worker: _Worker, block: list[Document]) -> Task:
     return task
 
 
-def _receive(worker: _Worker) -> None:
+def _receive(worker: _Worker, id_type: np.dtype) -> None:
     try:
         answer = _take(worker.connection)
         if "error" in answer:
             raise getattr(errors, answer["error"])(answer["line"])
         documents = len(worker.tasks[0].sizes)
-        lengths, held_out, *ids = (
+        of_documents: list[tuple[int, Any]] = [(documents, np.int64), (documents, np.int64), (documents, np.bool_)]
+        lengths, of_prompt, held_out, *ids = (
             _receive_array(worker.connection, size, dtype)
-            for size, dtype in (
-                (documents, np.int64), (documents, np.bool_), *((size, np.uint16) for size in answer["sizes"])
-            )
-        )  # fmt: skip
+            for size, dtype in (*of_documents, *((size, id_type) for size in answer["sizes"]))
+        )
     except (OSError, EOFError) as error:
         raise _died(worker) from error
     left_out = [(number, reason, place) for number, reason, place in answer["left_out"]]
-    worker.tasks.popleft().encoded = Encoded(ids, lengths, held_out, left_out)
+    worker.tasks.popleft().encoded = Encoded(ids, lengths, held_out, left_out, of_prompt)
 
 
 def _died(worker: _Worker) -> InternalError:
@@ -214,7 +217,7 @@ def _take(connection: socket.socket) -> dict[str, Any]:
     return json.loads(_receive_bytes(connection, size))
 
 
-def _receive_array(connection: socket.socket, size: int, dtype: type[np.generic]) -> np.ndarray:
+def _receive_array(connection: socket.socket, size: int, dtype: np.dtype | type[np.generic]) -> np.ndarray:
     return np.frombuffer(_receive_bytes(connection, size * np.dtype(dtype).itemsize), dtype)
 
 
@@ -232,10 +235,14 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
         view = view[size:]
 
 
+_Block = tuple[np.ndarray, np.ndarray, bytearray]
+"""Of each document its bytes and those of its prompt, int64, and all of the documents."""
+
+
 def main(descriptor: int) -> None:
     """The worker process; `descriptor` is its end of the socket."""
     connection = socket.socket(fileno=descriptor)
-    work: queue.SimpleQueue[tuple[np.ndarray, bytearray]] = queue.SimpleQueue()
+    work: queue.SimpleQueue[_Block] = queue.SimpleQueue()
     with _ending_with_the_socket():
         asked = _take(connection)
         engine: Engine | LlmtrainError
@@ -258,20 +265,21 @@ def _ending_with_the_socket() -> Iterator[None]:
         os._exit(0)
 
 
-def _read(connection: socket.socket, work: "queue.SimpleQueue[tuple[np.ndarray, bytearray]]") -> None:
+def _read(connection: socket.socket, work: "queue.SimpleQueue[_Block]") -> None:
     with _ending_with_the_socket():
         while True:
-            lengths = _receive_array(connection, _take(connection)["documents"], np.int64)
-            work.put((lengths, _receive_bytes(connection, int(lengths.sum()))))
+            of_data, prompts = _receive_array(connection, 2 * _take(connection)["documents"], np.int64).reshape(2, -1)
+            work.put((of_data, prompts, _receive_bytes(connection, int(of_data.sum()))))
 
 
 def _answer(
-    connection: socket.socket, engine: Engine | LlmtrainError, holdout: float, lengths: np.ndarray, data: bytearray
-) -> None:
+    connection: socket.socket, engine: Engine | LlmtrainError, holdout: float, lengths: np.ndarray, prompts: np.ndarray,
+    data: bytearray,
+) -> None:  # fmt: skip
     try:
         if isinstance(engine, LlmtrainError):
             raise engine
-        encoded = encode_block(engine, _cut(data, lengths), holdout)
+        encoded = encode_block(engine, _cut(data, lengths), holdout, prompts.tolist())
     except BaseException as error:  # the library's panics are no Exceptions
         if not isinstance(error, LlmtrainError):
             error = InternalError(f"a worker failed: {type(error).__name__}: {error}")
@@ -279,7 +287,7 @@ def _answer(
         return
     del data
     header = {"sizes": [len(ids) for ids in encoded.ids], "left_out": encoded.left_out}
-    _put(connection, header, [encoded.lengths, encoded.held_out, *encoded.ids])
+    _put(connection, header, [encoded.lengths, encoded.of_prompt, encoded.held_out, *encoded.ids])
 
 
 def _cut(data: bytearray, lengths: np.ndarray) -> list[bytes]:

@@ -3,7 +3,7 @@ command goes on after it was killed.
 
     lock       held for as long as a command works there
     journal    JSON lines: what was asked; every few seconds how far it came; at the end that it is being published
-    X.u16, X.u16.docs, X.val.u16, ...   what was written so far, which may be more than the journal says
+    X.u16, X.u16.docs, X.u16.mask, X.val.u16, ...   what was written so far, which may be more than the journal says
     base-N.json   with --append, the manifests as they were; the ids then go to the end of the token files themselves
 
 A line of the journal is written when what it speaks of is on the disk, so that everything beyond it is cut off and made
@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from llmtrain.corpus.counts import Counts
-from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, manifest_path, work_folder
+from llmtrain.corpus.token_manifest import (
+    BLOCK_BYTES,
+    ID_TYPES,
+    BlockHashes,
+    docs_path,
+    manifest_path,
+    mask_path,
+    work_folder,
+)
 from llmtrain.storage.atomic import fsync_folder, refuse_what_is_no_file, remove_file, write_json
 from llmtrain.storage.errors import BadData, CannotCreate, ConfigMismatch, write_error
 from llmtrain.storage.journal import JsonLines
@@ -33,84 +41,109 @@ FORMAT = 1
 
 def names(path: Path) -> list[Path]:
     """All files of the token file `path`, the one that vouches for the others first."""
-    return [manifest_path(path), docs_path(path), path]
+    return [manifest_path(path), docs_path(path), mask_path(path), path]
 
 
 class Part:
-    """One token file while it is written. `base` is the manifest of what it already holds, with --append."""
+    """One token file while it is written. `base` is the manifest of what it already holds, with --append; `id_type` one
+    of ID_TYPES; `masked`: whether it has a mask."""
 
-    def __init__(self, path: Path, folder: Path, base: dict[str, Any] | None) -> None:
-        self.path, self.base = path, base
-        self.tokens = self.documents = self.max_id = 0
+    def __init__(self, path: Path, folder: Path, base: dict[str, Any] | None, id_type: str, masked: bool) -> None:
+        self.path, self.base, self.id_type, self.masked = path, base, ID_TYPES[id_type], masked
+        self.tokens = self.documents = self.max_id = self.loss_tokens = 0
         if base:
-            self.tokens, self.documents, self.max_id = base["tokens"], base["documents"], base["max_id"]
+            self.restore(self.base_state())
         self.ids_at = path if base else folder / path.name
-        self.docs_at = docs_path(self.ids_at)
-        self._ids = self._docs = -1
+        self.docs_at, self.mask_at = docs_path(self.ids_at), mask_path(self.ids_at)
+        self._open: dict[Path, int] = {}
         self.hashes = BlockHashes()
+        self.mask_hashes = BlockHashes()
+
+    def base_state(self) -> list[int]:
+        """The `state` that `base` says."""
+        assert self.base
+        counts = [self.base[name] for name in ("tokens", "documents", "max_id")]
+        return counts + ([self.base["mask"]["loss_tokens"]] if self.masked and self.base.get("mask") else [])
+
+    def state(self) -> list[int]:
+        return [self.tokens, self.documents, self.max_id, *([self.loss_tokens] if self.masked else [])]
+
+    def restore(self, state: list[int]) -> None:
+        """What `state` gave."""
+        self.tokens, self.documents, self.max_id, *of_mask = state
+        self.loss_tokens = of_mask[0] if of_mask else 0
+
+    def _sizes(self) -> dict[Path, int]:
+        """Each file and the bytes that are said to be written to it."""
+        sizes = {self.ids_at: self.id_type.itemsize * self.tokens, self.docs_at: 8 * self.documents}
+        return sizes | ({self.mask_at: self.tokens} if self.masked else {})
 
     def open(self) -> None:
         """Opens the files, cut to what is said to be written. Raises BadData where they are shorter than that."""
         flags = os.O_RDWR | os.O_CLOEXEC | (0 if self.tokens else os.O_CREAT)
-        for place, size in ((self.ids_at, 2 * self.tokens), (self.docs_at, 8 * self.documents)):
+        for place, size in self._sizes().items():
             try:
-                descriptor = os.open(place, flags, 0o666)
-                if place == self.ids_at:
-                    self._ids = descriptor
-                else:
-                    self._docs = descriptor
+                self._open[place] = descriptor = os.open(place, flags, 0o666)
                 if os.fstat(descriptor).st_size < size:
                     raise BadData(f"{place}: is shorter than was written to it: remove {place.parent} and start over")
                 os.ftruncate(descriptor, size)
                 os.lseek(descriptor, size, os.SEEK_SET)
             except OSError as error:
                 raise write_error(error, place) from error
-        known = self.base["sha256"][: self.base["tokens"] * 2 // BLOCK_BYTES] if self.base else []
-        self.hashes = BlockHashes(known)
-        at = len(known) * BLOCK_BYTES
-        while at < 2 * self.tokens:
-            piece = os.pread(self._ids, min(1 << 20, 2 * self.tokens - at), at)
-            self.hashes.update(piece)
-            at += len(piece)
+        self.hashes = self._hashes_of(self.ids_at, self.id_type.itemsize, self.base)
+        if self.masked:
+            self.mask_hashes = self._hashes_of(self.mask_at, 1, self.base and self.base["mask"])
 
-    def add(self, ids: list[np.ndarray], lengths: np.ndarray) -> None:
-        """Documents: all their ids (uint16), and of each its length in ids. Raises CannotCreate, StorageFailure; then
-        nothing was added."""
+    def _hashes_of(self, place: Path, width: int, base: dict[str, Any] | None) -> BlockHashes:
+        """Of what is written of a file of `width` bytes a token; `base` knows those of whole blocks."""
+        known = base["sha256"][: self.base["tokens"] * width // BLOCK_BYTES] if base and self.base else []
+        hashes, at = BlockHashes(known), len(known) * BLOCK_BYTES
+        while at < width * self.tokens:
+            piece = os.pread(self._open[place], min(1 << 20, width * self.tokens - at), at)
+            hashes.update(piece)
+            at += len(piece)
+        return hashes
+
+    def add(self, ids: list[np.ndarray], lengths: np.ndarray, of_prompt: np.ndarray) -> None:
+        """Documents: all their ids, and of each its length in ids and how many of those are its prompt's. Raises
+        CannotCreate, StorageFailure; then nothing was added."""
         if not len(lengths):
             return
         for data in ids:
-            _write(self._ids, data.astype("<u2", copy=False), self.path)
+            _write(self._open[self.ids_at], data.astype(self.id_type, copy=False), self.path)
         ends = (self.tokens + np.cumsum(lengths)).astype("<u8")
-        _write(self._docs, ends, self.path)
+        _write(self._open[self.docs_at], ends, self.path)
+        if self.masked:
+            runs = np.stack([of_prompt, lengths - of_prompt], axis=1).reshape(-1)
+            mask = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), runs)
+            _write(self._open[self.mask_at], mask, self.path)
+            self.mask_hashes.update(mask)
+            self.loss_tokens += int(runs[1::2].sum())
         for data in ids:
-            self.hashes.update(data.astype("<u2", copy=False))
+            self.hashes.update(data.astype(self.id_type, copy=False))
             self.max_id = max(self.max_id, int(data.max(initial=0)))
         self.tokens += int(lengths.sum())
         self.documents += len(lengths)
 
     def cut(self, state: list[int]) -> None:
-        """Back to an earlier state (tokens, documents, max_id). What comes next can only be a commit."""
-        self.tokens, self.documents, self.max_id = state
-        for descriptor, size in ((self._ids, 2 * self.tokens), (self._docs, 8 * self.documents)):
-            if descriptor >= 0:
+        """Back to an earlier state. What comes next can only be a commit."""
+        self.restore(state)
+        for place, size in self._sizes().items():
+            if place in self._open:
                 with suppress(OSError):
-                    os.ftruncate(descriptor, size)
-
-    def state(self) -> list[int]:
-        return [self.tokens, self.documents, self.max_id]
+                    os.ftruncate(self._open[place], size)
 
     def sync(self) -> None:
-        for descriptor in (self._ids, self._docs):
+        for descriptor in self._open.values():
             try:
                 os.fsync(descriptor)
             except OSError as error:
                 raise write_error(error, self.path) from error
 
     def close(self) -> None:
-        for descriptor in (self._ids, self._docs):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._ids = self._docs = -1
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open = {}
 
 
 def _write(descriptor: int, array: np.ndarray, path: Path) -> None:
@@ -125,7 +158,8 @@ def _write(descriptor: int, array: np.ndarray, path: Path) -> None:
 class Work:
     """The folder in which the token files `outputs` are written. As a context manager it holds the folder's lock.
 
-    `asked` is what the output depends on; another `asked` than the journal's is refused (ConfigMismatch).
+    `asked` is what the output depends on; another `asked` than the journal's is refused (ConfigMismatch). `id_type` is
+    one of ID_TYPES.
     """
 
     at = (0, 0)
@@ -134,12 +168,17 @@ class Work:
     """Hash of the documents of a stream that were written; see `tokenize`."""
     publishing: list[list[str]] | None = None
     """The hashes of all blocks of each part, once all is written."""
+    publishing_masks: list[list[str]] | None = None
+    """Those of their masks, where they have any."""
     engine: dict[str, str] | None = None
     """The engine that the journal names, or that of `start`."""
     committed = False
     """Whether there is anything to go on from."""
 
-    def __init__(self, outputs: list[Path], asked: dict[str, Any], append: bool, commit_seconds: float) -> None:
+    def __init__(
+        self, outputs: list[Path], asked: dict[str, Any], append: bool, commit_seconds: float, id_type: str = "uint16"
+    ) -> None:
+        self.id_type, self.masked = id_type, asked.get("completion_field") is not None
         self.outputs, self.asked, self.append, self.commit_seconds = outputs, asked, append, commit_seconds
         self.folder = work_folder(outputs[0])
         self.parts: list[Part] = []
@@ -182,7 +221,7 @@ class Work:
         self._thread.shutdown()
         for part in self.parts:
             if part.base and not self.committed and self.publishing is None:
-                part.cut([part.base[name] for name in ("tokens", "documents", "max_id")])
+                part.cut(part.base_state())
             part.close()
         if self._journal:
             self._journal.close()
@@ -199,7 +238,7 @@ class Work:
             if "asked" in line:
                 begun, self.engine = line["asked"], line["engine"]
             elif "publish" in line:
-                self.publishing = line["publish"]
+                self.publishing, self.publishing_masks = line["publish"], line.get("masks")
             else:
                 self.at, self.digest, self._states = tuple(line["at"]), line["digest"], line["parts"]
                 self.inputs |= {int(number): record for number, record in line["inputs"].items()}
@@ -227,9 +266,12 @@ class Work:
                 if not self._lines and os.path.lexists(manifest_path(path)):
                     write_json(copy, read_json(manifest_path(path)))
                 bases[number] = read_json(copy) if copy.exists() else None
-        self.parts = [Part(path, self.folder, base) for path, base in zip(self.outputs, bases, strict=True)]
+        self.parts = [
+            Part(path, self.folder, base, self.id_type, self.masked)
+            for path, base in zip(self.outputs, bases, strict=True)
+        ]
         for part, state in zip(self.parts, self._states or [], strict=False):
-            part.tokens, part.documents, part.max_id = state
+            part.restore(state)
 
     def start(self, engine: dict[str, str]) -> None:
         """Opens the parts and the journal to go on, or to begin with `engine`."""
@@ -288,13 +330,21 @@ class Work:
         if pending:
             pending.result()
 
-    def publish(self, counts: Counts, write: Callable[[Part, int, list[str]], None], keep_empty: bool) -> None:
-        """Gives the parts their names. `write` writes the manifest of a part, given its number and hashes. A part
-        without documents is removed, unless `keep_empty`."""
+    def publish(
+        self,
+        counts: Counts,
+        write: Callable[[Part, int, list[str], list[str] | None], None],
+        keep_empty: bool,
+    ) -> None:
+        """Gives the parts their names. `write` writes the manifest of a part, given its number and the hashes of ids
+        and mask. A part without documents is removed, unless `keep_empty`."""
         if self.publishing is None:
             self.commit(counts)
             self.publishing = [part.hashes.hexdigests() for part in self.parts]
-            self._append({"publish": self.publishing})
+            line = {"publish": self.publishing}
+            if self.masked:
+                self.publishing_masks = line["masks"] = [part.mask_hashes.hexdigests() for part in self.parts]
+            self._append(line)
         new = [part for part in self.parts if not part.base]
         # From here on nothing vouches for old ids; the new manifests come last.
         for part in new:
@@ -302,6 +352,10 @@ class Work:
         for part in new:
             if part.documents or keep_empty:
                 _rename(part.docs_at, docs_path(part.path))
+                if part.masked:
+                    _rename(part.mask_at, mask_path(part.path))
+                else:
+                    remove_file(mask_path(part.path))  # of a token file that had this name before
                 _rename(part.ids_at, part.path)
             elif not self.append:
                 # A held-out part of an earlier run may hold documents that are trained on now.
@@ -311,7 +365,8 @@ class Work:
         for number in reversed(range(len(self.parts))):
             part = self.parts[number]
             if part.documents or keep_empty:
-                write(part, number, self.publishing[number])
+                of_mask = None if self.publishing_masks is None else self.publishing_masks[number]
+                write(part, number, self.publishing[number], of_mask)
         self.discard()
 
     def discard(self) -> None:

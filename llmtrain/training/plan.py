@@ -372,6 +372,9 @@ def corpus_lines(order: SampleOrder, total_samples: int) -> list[str]:
     lines = []
     for source, use in zip(order.sources, source_uses(order, total_samples), strict=True):
         lines.append(source_line(use, order.seq_len))
+        if source.file.manifest and (mask := source.file.manifest.get("mask")):
+            share = mask["loss_tokens"] / source.file.tokens
+            lines.append(f"loss        {source.name}: {share:.1%} of its tokens count, the rest are of prompts")
         if isinstance(source.cut, Packed):
             header = source.cut.header
             lines.append(

@@ -133,11 +133,11 @@ def test_each_mistake_is_one_line_and_its_code(here: Path, tokenizer: Path):
     assert left() == []
 
 
-def test_a_tokenizer_that_does_not_fit_u16_is_refused(here: Path, tokenizer: Path):
+def test_a_tokenizer_that_does_not_fit_u16_is_told_another_name(here: Path, tokenizer: Path):
     spec = json.loads(tokenizer.read_bytes())
     spec["model"]["vocab"] |= {f"word {number}": number for number in range(400, 70_000)}
     Path("wide.json").write_text(json.dumps(spec))
-    assert "vocabulary of 70000 does not fit" in refused(65, "tokenize-corpus", "--tokenizer", "wide.json")
+    assert "--output data/corpus.u32" in refused(2, "tokenize-corpus", "--tokenizer", "wide.json")
     assert left() == []
 
 

@@ -168,7 +168,7 @@ def test_a_vocabulary_too_small_for_the_file_does_not_fit(tmp_path):
     [
         ({"format": 2}, "has format 2, this llmtrain reads format 1"),
         ({"format": ...}, "is not the manifest of a token file"),
-        ({"dtype": "uint32"}, "dtype is 'uint32'"),
+        ({"dtype": "uint64"}, "dtype is 'uint64'"),
         ({"tokens": "many"}, "tokens is 'many', not a number"),
         ({"tokens": True}, "tokens is True"),
         ({"documents": -1}, "documents is -1"),

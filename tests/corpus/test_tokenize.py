@@ -16,9 +16,14 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from llmtrain.corpus import tokenize as work
+from llmtrain.corpus.batches import assemble
+from llmtrain.corpus.census import take_census
 from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
 from llmtrain.corpus.documents import falls_within
 from llmtrain.corpus.engine import TOKENIZERS, open_engine
+from llmtrain.corpus.order import SampleOrder, Source, parse_sources
+from llmtrain.corpus.packing import open_or_build
+from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.token_manifest import held_out_path
 from llmtrain.corpus.tokenize import tokenize
 from llmtrain.corpus.tokenizer import EOS, Tokenizer
@@ -222,13 +227,47 @@ def test_a_corpus_that_is_all_held_out_is_bad_data(here: Path):
     assert left() == []
 
 
-def test_a_vocabulary_of_70000_is_refused_before_anything_is_written(here: Path, trained: bytes):
-    put(TEXTS)
+def with_a_last_token(trained: bytes, number: int) -> None:
     spec = json.loads(trained)
-    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "<|last|>", "id": 69_999})
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"content": "<|last|>", "id": number})
     Path("tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(BadData, match="70000 does not fit"):
+
+
+def test_a_vocabulary_beyond_all_bounds_is_refused_before_anything_is_written(here: Path, trained: bytes):
+    put(TEXTS)
+    with_a_last_token(trained, 1 << 20)
+    with pytest.raises(BadData, match="1048577 does not fit"):
         tokenize(replace(CONFIG, inputs=("nothing",), output=Path("none/corpus.u16")))
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken"])
+def test_ids_of_a_large_vocabulary_take_four_bytes_and_are_the_same_ids(here: Path, trained: bytes, engine: str):
+    """Tokenized, appended to and held out; packed, counted, and mixed with a file of two bytes."""
+    put(TEXTS)
+    Path("more").mkdir()
+    put(TEXTS[:2], "more")
+    config = replace(CONFIG, holdout=0.4, engine=engine)
+    for inputs, append in ((("text",), False), (("more",), True)):
+        tokenize(replace(config, inputs=inputs, append=append))
+    with_a_last_token(trained, 69_999)
+    with pytest.raises(UsageError, match="70,000 take four bytes: name it with --output corpus.u32"):
+        tokenize(config)
+    for inputs, append in ((("text",), False), (("more",), True)):
+        tokenize(replace(config, inputs=inputs, append=append, output=Path("corpus.u32")))
+    for two, four in (("corpus.u16", "corpus.u32"), ("corpus.val.u16", "corpus.val.u32")):
+        narrow, wide = TokenFile.open(two), TokenFile.open(four)
+        assert (wide.id_type.itemsize, wide.tokens, wide.documents) == (4, narrow.tokens, narrow.documents)
+        assert wide.ids[:].tolist() == narrow.ids[:].tolist() and sum(wide.verify()) == 4 * wide.tokens
+        assert wide.vocab_size == 70_000 and parse_sources([four])[0].name == parse_sources([two])[0].name
+        packed = [open_or_build(file, 64) for file in (narrow, wide)]
+        assert packed[0].windows == packed[1].windows
+        orders = [SampleOrder([Source(two, cut.file, 1.0, cut=cut)], 64, 0) for cut in packed]
+        orders += [SampleOrder([Source("a", narrow, 1.0), Source("b", wide, 1.0)], 64, 0)]
+        one, other, mixed = (assemble(order, np.arange(4)) for order in orders)
+        assert one.ids.tolist() == other.ids.tolist() and one.targets.tolist() == other.targets.tolist()
+        plain = assemble(SampleOrder([Source("a", narrow, 1.0)], 64, 0), np.arange(packed[0].windows)).ids
+        assert mixed.ids.shape == (4, 64) and set(mixed.ids.flatten().tolist()) <= set(plain.flatten().tolist()) | {0}
+        assert take_census(wide).ids[: 1 << 16].tolist() == take_census(narrow).ids.tolist()
 
 
 def test_a_missing_input_is_missing(here: Path):

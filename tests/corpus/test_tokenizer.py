@@ -99,11 +99,11 @@ def word_level(size: int, **more: int) -> bytes:
     return library.to_str().encode()
 
 
-def test_a_vocabulary_of_65536_fits_and_one_more_does_not():
-    largest = Tokenizer(word_level(65535, **{EOS: 65535}), "t")
-    largest.require_u16()
-    with pytest.raises(BadData, match="65537 does not fit"):
-        Tokenizer(word_level(65535, **{EOS: 65536}), "t").require_u16()
+def test_a_vocabulary_of_65536_fits_two_bytes_and_one_more_takes_four():
+    assert Tokenizer(word_level(65535, **{EOS: 65535}), "t").id_type == "uint16"
+    assert Tokenizer(word_level(65535, **{EOS: 65536}), "t").id_type == "uint32"
+    with pytest.raises(BadData, match="1048577 does not fit"):
+        assert Tokenizer(word_level(300, **{EOS: 1 << 20}), "t").id_type
 
 
 def test_an_added_token_counts_for_the_vocabulary(data: bytes):
