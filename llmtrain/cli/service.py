@@ -68,7 +68,7 @@ def said(given: dict[str, Any]) -> Iterator[str]:
                 yield option.option if value else f"--no-{option.option[2:]}"
                 continue
             for one in value if option.repeatable else (value,):
-                if option.field in ("tokens", "val_tokens"):
+                if option.field in ("tokens", "val_tokens", "val_choices", "val_text"):
                     one = absolute_spec(one)
                 # In one word, so that no value is taken for an option.
                 yield f"{option.option}={absolute(one) if isinstance(one, Path) else one}"

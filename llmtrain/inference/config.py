@@ -72,13 +72,21 @@ class EvaluateConfig:
     """What a model is evaluated on."""
 
     tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
-    """Token file to evaluate on; repeat it for several, each gets its own line. Default: the run's val_tokens."""
+    """Token file to evaluate on; repeat it for several, each gets its own line. Default: what the run evaluates on."""
+    choices: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]FILE"})
+    """Multiple-choice questions (JSON Lines with prompt or question, choices, answer) to answer by likelihood."""
+    text: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
+    """Text (a file, a folder or a glob) whose documents are evaluated one by one."""
+    text_field: str | None = None
+    """Of JSON Lines and Parquet in text: the field that holds the text; `text` when not given."""
+    kind_field: str | None = None
+    """Of JSON Lines and Parquet in text: the field that names a document's kind; each kind gets its own line."""
     seq_len: int = 0
     """Length of a window, in tokens; 0: that of the training."""
     batch_size: int = 8
     """Windows of one device batch."""
     max_windows: int = 0
-    """Windows of each file to read, spread evenly over it; 0: all."""
+    """Windows of each token file or text to read, spread evenly over it; 0: all."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "max_windows"):
@@ -86,6 +94,9 @@ class EvaluateConfig:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, not {self.batch_size}")
+        for name in ("text_field", "kind_field"):
+            if getattr(self, name) is not None and not self.text:
+                raise ValueError(f"{name} {getattr(self, name)} is of --text: give that too, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -110,3 +121,30 @@ class ImportConfig:
     """Run directory to make; it must not exist."""
     tokenizer: Path | None = field(default=None, metadata={"metavar": "FILE"})
     """Tokenizer file; default: tokenizer.json of the folder."""
+
+
+@dataclass(frozen=True)
+class HarnessConfig:
+    """What lm-evaluation-harness is asked."""
+
+    task: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME"})
+    """Task or group of the harness; repeatable."""
+    num_fewshot: int | None = None
+    """Solved examples before each question; default: what the task says."""
+    limit: int | None = None
+    """Questions of each task at most; default: all."""
+    include_path: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder with further tasks, as YAML files of the harness."""
+    batch_size: int = 8
+    """Sequences of the training's length that a device batch holds; shorter ones are more."""
+    output: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """Where the scores go as JSON; default: they are printed alone."""
+
+    def __post_init__(self) -> None:
+        if not self.task:
+            raise ValueError("task is missing: name one of lm-evaluation-harness with --task, such as hellaswag")
+        for name in ("limit", "batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, not {value}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ValueError(f"num_fewshot must be 0 or more, not {self.num_fewshot}")

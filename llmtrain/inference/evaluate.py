@@ -1,4 +1,4 @@
-"""The loss of a trained model on token files."""
+"""The loss of a trained model on token files and on text by kind, and how many questions it answers right."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llmtrain.corpus.batches import held_out_batches
+from llmtrain.corpus.choices import Choices, accuracies, right_answers
+from llmtrain.corpus.kinds import HeldOutText, sums_by_kind
 from llmtrain.corpus.order import SampleOrder, Source, parse_sources
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.tokenizer import Tokenizer, token_bytes
 from llmtrain.model.config import ModelConfig
-from llmtrain.model.evaluation import evaluate
+from llmtrain.model.evaluation import EvaluationSums, evaluate, total
+from llmtrain.model.likelihood import Row, likelihoods
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import ConfigMismatch, UsageError
 
@@ -93,6 +96,31 @@ def evaluate_sources(
             ppl=sums.ppl,
             bits_per_byte=sums.bits_per_byte,
         )
+
+
+def evaluate_text(
+    model: Transformer, texts: Sequence[HeldOutText], *, seq_len: int, batch_size: int, max_windows: int = 0
+) -> Iterator[Evaluation]:
+    """Evaluates the documents of each text by themselves: a result for each kind, as NAME/KIND, and for the whole."""
+    for text in texts:
+        windows = text.spread(max_windows)
+        found = likelihoods(model, [Row(one.ids, len(one.ids) - 1) for one in windows], batch_size * seq_len)
+        assert found is not None
+        sums = [EvaluationSums(n, int(t), int(b)) for n, t, b in sums_by_kind(len(text.kinds), windows, found.nats)]
+        names = [f"{text.name}/{kind}" for kind in text.kinds]
+        of_kinds = [sum(one.kind == kind for one in windows) for kind in range(len(names))]
+        whole = (text.name, len(windows), total(sums))
+        for name, count, of_kind in (*zip(names, of_kinds, sums, strict=False), whole):
+            if of_kind.targets:
+                yield Evaluation(name, count, of_kind.targets, of_kind.loss, of_kind.ppl, of_kind.bits_per_byte)
+
+
+def answer(model: Transformer, choices: Choices, *, tokens_at_once: int) -> dict[str, float]:
+    """How many of the questions are answered right, with standard errors, under the names of metrics.jsonl."""
+    rows = [Row(*row) for question in choices.questions for row in question.rows]
+    found = likelihoods(model, rows, tokens_at_once)
+    assert found is not None
+    return accuracies(len(choices.questions), *right_answers(choices.questions, found.nats))
 
 
 def _bytes_table(tokenizer: Tokenizer, vocab_size: int) -> Tensor:

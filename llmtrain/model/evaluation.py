@@ -60,3 +60,9 @@ def evaluate(
             counts[1] += (token_bytes[targets.clamp_min(0)] * counted).sum()
     n_targets, n_bytes = counts.tolist()
     return EvaluationSums(nats=float(nats), targets=n_targets, bytes=n_bytes)
+
+
+def total(parts: Iterable[EvaluationSums]) -> EvaluationSums:
+    """Of parts, what they are together."""
+    parts = list(parts)
+    return EvaluationSums(sum(p.nats for p in parts), sum(p.targets for p in parts), sum(p.bytes for p in parts))

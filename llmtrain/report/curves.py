@@ -40,7 +40,7 @@ def read_curve(run_dir: Path, metric: str = LM_LOSS, source: str = "") -> Curve:
     if not np.isfinite(lines.columns.get("step_ms", NOTHING)).any():
         raise BadData(f"{path}: has no train lines: name a run that has trained")
     if metric == VAL_LOSS:
-        evals = history.evals
+        evals = {name: of_name for name, of_name in history.evals.items() if VAL_LOSS in of_name.columns}
         if source and source not in evals or not source and len(evals) != 1:
             known = ", ".join(evals) or "none"
             raise UsageError(f"{path}: its held-out sources are {known}: name one with --source, or use lm_loss")

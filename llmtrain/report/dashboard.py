@@ -234,6 +234,8 @@ def _card(state: RunState) -> list[Text]:
 
 def _evaluation(state: RunState, source: str) -> list[Text]:
     line, best = state.evals[source], state.best.get(source)
+    if right := _value(line, "accuracy", "{:.1%}", f"right, {_clean(source)}, step {line['step']:,}"):
+        return [right]
     shown = _value(line, "val_loss", "{:.4f}", f"{_clean(source)}, step {line['step']:,}")
     if shown is None:
         return [Text(f"{_clean(source)}: not finite, step {line['step']:,}", BAD)]

@@ -179,13 +179,19 @@ class RunState:
         return min(1.0, data_ms / (step_ms * self.steps_of_line))
 
 
+EVAL_FIGURES = (
+    "val_loss", "ppl", "bits_per_byte", "accuracy", "accuracy_stderr", "accuracy_norm", "accuracy_norm_stderr"
+)  # fmt: skip
+"""Figures of an eval line, where it has them."""
+
+
 def said(line: dict[str, Any]) -> str:
     """What a line of metrics.jsonl says to people, "" of one that is for programs alone."""
     step = line.get("step")
     if line.get("kind") == "event" and line.get("text"):
         return f"step {step}: {line['text']}"
     if line.get("kind") == "eval":
-        figures = figures_of(line, ("val_loss", "ppl", "bits_per_byte"))
+        figures = figures_of(line, EVAL_FIGURES)
         return f"step {step}: {line.get('source')} {figures}" if figures else ""
     return ""
 

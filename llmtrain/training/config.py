@@ -66,12 +66,28 @@ class DataConfig:
     """The id that ends each document, for token files of others that do not say."""
     val_tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
     """Held-out token file to evaluate on; repeat it to evaluate on several."""
+    val_choices: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]FILE"})
+    """Multiple-choice questions (JSON Lines) to answer by likelihood whenever val_tokens are evaluated; repeatable."""
+    val_text: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
+    """Held-out text whose documents are evaluated one by one at the same times; repeatable."""
+    val_text_field: str | None = None
+    """Of JSON Lines and Parquet in val_text: the field that holds the text; `text` when not given."""
+    val_kind_field: str | None = None
+    """Of JSON Lines and Parquet in val_text: the field that names a document's kind; each kind gets its own loss."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "seq_len")
         _at_least(self, 0, "eos_id")
         if not self.tokens:
             raise ValueError("tokens must name at least one token file")
+        for name in ("val_text_field", "val_kind_field"):
+            if getattr(self, name) is not None and not self.val_text:
+                raise ValueError(f"{name} {getattr(self, name)} is of val_text: give that too, or leave it out")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.val_tokens or self.val_choices or self.val_text)
 
 
 @dataclass(frozen=True)
@@ -216,9 +232,9 @@ class RunConfig:
     """Project of Weights & Biases to log the curves to as well, llmtrain where none is named; needs the extra `wandb`.
     WANDB_MODE=offline keeps them in RUN/wandb. Empty: none."""
     val_every: int = 0
-    """Steps between evaluations on val_tokens; 0: only at the start and at the end."""
+    """Steps between evaluations on val_tokens, val_choices and val_text; 0: only at the start and at the end."""
     val_windows: int = 256
-    """Windows of each held-out file that one evaluation reads, spread over it; 0: all."""
+    """Windows of each held-out token file or text that one evaluation reads, spread over it; 0: all."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "accumulate", "global_batch_size", "checkpoint_every", "log_every")

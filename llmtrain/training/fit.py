@@ -121,7 +121,7 @@ def memory_of(
         saved = state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay), shards)
         copied = sum(saved.values())
         plan = dataclasses.replace(plan, fixed={**plan.fixed, "copy for saves": copied})
-    elif config.data.val_tokens:
+    elif config.data.evaluates:
         # Captured graphs hold on to what the step takes at its peak: an evaluation comes on top.
         beside = evaluation_memory(*shape, precision=run.precision, attention=attention, device=device)
         plan = dataclasses.replace(plan, evaluation=beside)

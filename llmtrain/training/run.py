@@ -13,7 +13,7 @@ from llmtrain.kernels import choice
 from llmtrain.model.flops import parameter_counts
 from llmtrain.report.trackers import Trackers, require_installed
 from llmtrain.storage.disk import require_room
-from llmtrain.storage.errors import LlmtrainError, StopRequested
+from llmtrain.storage.errors import LlmtrainError, StopRequested, UsageError
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
 from llmtrain.storage.units import duration
@@ -33,7 +33,7 @@ from llmtrain.training.saving import Saver
 from llmtrain.training.schedule import learning_rate
 from llmtrain.training.start import Started
 from llmtrain.training.step import make_deterministic
-from llmtrain.training.validate import validate
+from llmtrain.training.validate import validate, what_is_read
 
 POLL = 0.2
 """Seconds between two looks at the signals while data is waited for."""
@@ -63,6 +63,11 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     )
     room, auto = fit.room(device), settings.batch_size == "auto"
     parallel = arrange(config, attention.name, device, room, world.size, world.least)
+    if parallel.grid.parts > 1 and (data.val_choices or data.val_text):
+        raise UsageError(
+            "--val-choices and --val-text need the whole model on each rank, which --parallel fsdp does not leave: "
+            "leave them out, and evaluate the checkpoints with `llmtrain evaluate`"
+        )
     world.arrange(parallel.grid, device)
     room = dataclasses.replace(room, shards=parallel.grid.shards)
     config = start.settle_batch_size(config, attention, device, room, resume, world.data_ranks)
@@ -246,18 +251,18 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
 
         throughput.pause()
         alive(LONG)
-        for source in run.validation:
-            if source.name in done:
+        for held_out in run.validation:
+            if held_out.name in done:
                 continue
             if run.at_step == 0:
-                windows = source.file.windows(seq_len)
-                windows = min(settings.val_windows or windows, windows)
-                log.line(f"step 0: evaluates {source.name} on {windows} windows of {seq_len} tokens")
-            figures = validate(step.model, source, run.config, run.device, goes_on, world)
-            if figures is None:
+                log.line(f"step 0: evaluates {held_out.name} on {what_is_read(held_out, run.config)}")
+            found = validate(step.model, held_out, run.config, run.device, goes_on, world)
+            if found is None:
                 world.stop_at(run.at_step)
                 return False
-            log.evaluation(run.at_step, tokens(), source.name, figures)
+            for name, figures in found.items():
+                if name not in done:
+                    log.evaluation(run.at_step, tokens(), name, figures)
         throughput.resume()
         return True
 

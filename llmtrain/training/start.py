@@ -14,6 +14,8 @@ import torch
 
 from llmtrain import __version__
 from llmtrain.corpus.batches import check_document_mask
+from llmtrain.corpus.choices import Choices, read_choices
+from llmtrain.corpus.kinds import HeldOutText, read_text
 from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, parse_sources
 from llmtrain.corpus.packing import Packed, open_or_build
 from llmtrain.corpus.token_file import TokenFile
@@ -23,7 +25,7 @@ from llmtrain.model.evaluation import evaluate
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
-from llmtrain.storage.errors import ConfigMismatch, LlmtrainError, UsageError, write_error
+from llmtrain.storage.errors import ConfigMismatch, InputMissing, LlmtrainError, UsageError, write_error
 from llmtrain.storage.manifest import sha256_file
 from llmtrain.training import checkpoint, devices, fit, origin
 from llmtrain.training.config import TrainConfig, eight_bit, refuse_another_run, to_tables, to_toml
@@ -34,6 +36,7 @@ from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan, steps_of_run
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 from llmtrain.training.together import Together
+from llmtrain.training.validate import HeldOut
 
 MAX_SEQ_LEN = (1 << 31) - 1
 """Positions are 32-bit numbers."""
@@ -108,7 +111,7 @@ class Started:
 
     config: TrainConfig
     order: SampleOrder
-    validation: list[Source]
+    validation: list[HeldOut]
     device: torch.device
     attention: Backend
     step: TrainStep
@@ -186,7 +189,7 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
         )
 
 
-def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Source]]:
+def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[HeldOut]]:
     """Opens and checks every file of the run, before anything is written: (resolved configuration, order, held-out)."""
     # config.toml is read again by a process that may have been started elsewhere.
     tokens, val_tokens = (tuple(map(absolute_spec, specs)) for specs in (config.data.tokens, config.data.val_tokens))
@@ -202,14 +205,56 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Sou
         if config.data.document_mask:
             check_document_mask(held_out)
         resolve(config, sources + validation)
-    data = dataclasses.replace(config.data, tokens=tokens, val_tokens=val_tokens)
+    of_text = open_text(config, order)
+    val_choices, val_text = (tuple(map(absolute_spec, s)) for s in (config.data.val_choices, config.data.val_text))
+    data = dataclasses.replace(
+        config.data, tokens=tokens, val_tokens=val_tokens, val_choices=val_choices, val_text=val_text
+    )
     init_from, branch_from = config.run.init_from, config.run.branch_from
     run = dataclasses.replace(
         config.run,
         init_from=None if init_from is None else init_from.absolute(),
         branch_from=None if branch_from is None else str(Path(branch_from).absolute()),
     )
-    return dataclasses.replace(config, data=data, run=run), order, validation
+    return dataclasses.replace(config, data=data, run=run), order, [*validation, *of_text]
+
+
+def open_text(config: TrainConfig, order: SampleOrder) -> list[Choices | HeldOutText]:
+    """What there is to evaluate on that is not tokenized yet. Raises InputMissing where the corpus' tokenizer is not
+    found, UsageError for two of one name, and as `read_choices` and `read_text`."""
+    data = config.data
+    if not (data.val_choices or data.val_text):
+        return []
+    path = tokenizer_of(config.run.run_dir, order)
+    if path is None:
+        raise InputMissing(
+            f"{config.run.run_dir / 'tokenizer.json'}: the corpus' tokenizer is neither there nor where the corpus was "
+            "made, and --val-choices and --val-text need it: copy it there"
+        )
+    from llmtrain.corpus import tokenizer as tokenizers  # here, because most runs never need the library
+
+    tokenizer = tokenizers.load(path)
+    found: list[Choices | HeldOutText] = [read_choices(spec, tokenizer, data.seq_len) for spec in data.val_choices]
+    for spec in data.val_text:
+        found.append(read_text(spec, tokenizer, data.seq_len, data.val_text_field, data.val_kind_field))
+    tokenized = parse_sources(data.val_tokens) if data.val_tokens else []
+    names = [one.name for one in (*tokenized, *found)]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two held-out files are called {name}: tell them apart with NAME=PATH")
+    return found
+
+
+def tokenizer_of(run_dir: Path, order: SampleOrder) -> Path | None:
+    """Where the corpus' tokenizer is: in the run directory, where the corpus was made, or beside the corpus; None where
+    it is in none of them, or not known."""
+    manifest = order.sources[0].file.manifest
+    if manifest is None:
+        return run_dir / "tokenizer.json" if (run_dir / "tokenizer.json").is_file() else None
+    named = Path(manifest["tokenizer"]["file"])
+    places = (run_dir / "tokenizer.json", named, order.sources[0].file.path.parent / named.name)
+    matches = (path for path in places if path.is_file() and sha256_file(path) == manifest["tokenizer"]["sha256"])
+    return next(matches, None)
 
 
 def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
@@ -222,11 +267,10 @@ def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
     if manifest is None:
         return []
     there, named = run_dir / "tokenizer.json", Path(manifest["tokenizer"]["file"])
-    for path in (there, named, order.sources[0].file.path.parent / named.name):
-        if os.path.isfile(path) and sha256_file(path) == manifest["tokenizer"]["sha256"]:
-            if path != there:
-                atomic.write_bytes(there, path.read_bytes())
-            return []
+    if path := tokenizer_of(run_dir, order):
+        if path != there:
+            atomic.write_bytes(there, path.read_bytes())
+        return []
     if os.path.lexists(there):
         raise ConfigMismatch(
             f"{there}: is not the tokenizer of {order.sources[0].file.path}, which {named} was: remove it or put that "
@@ -263,7 +307,7 @@ def unmake_folder(run_dir: Path, made: list[Path]) -> None:
 def start(
     config: TrainConfig,
     order: SampleOrder,
-    validation: list[Source],
+    validation: list[HeldOut],
     device: torch.device,
     attention: Backend,
     resume: bool,
@@ -377,7 +421,7 @@ def fitting_step(
                 data = config.data
                 step = TrainStep(model, flat, optimizer, size, data.seq_len, document_mask=data.document_mask)
                 memory = fit.memory_of(config, size, attention.name, device, room.shards)
-                try_out(step, memory, bool(data.val_tokens))
+                try_out(step, memory, data.evaluates)
         except LlmtrainError:
             if not auto or size == 1:
                 raise

@@ -1,4 +1,4 @@
-"""Evaluation within a run."""
+"""Evaluation within a run: of held-out token files, of multiple-choice questions and of held-out text by kind."""
 
 import functools
 import itertools
@@ -8,11 +8,44 @@ from pathlib import Path
 import torch
 
 from llmtrain.corpus.batches import held_out_batches
+from llmtrain.corpus.choices import Choices, accuracies, right_answers
+from llmtrain.corpus.kinds import HeldOutText, sums_by_kind
 from llmtrain.corpus.order import Source
-from llmtrain.model.evaluation import EvaluationSums, evaluate
+from llmtrain.model.evaluation import EvaluationSums, evaluate, total
+from llmtrain.model.likelihood import Row, likelihoods
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.parallel import World
+
+HeldOut = Source | Choices | HeldOutText
+Figures = dict[str, float]
+
+
+def what_is_read(held_out: HeldOut, config: TrainConfig) -> str:
+    """What an evaluation on it reads, for a person."""
+    if isinstance(held_out, Choices):
+        text = f"{len(held_out.questions)} questions"
+        cut = held_out.shortened
+        return text + f", {cut} of them shortened to {config.data.seq_len} tokens" * bool(cut)
+    if isinstance(held_out, HeldOutText):
+        kinds = f" of {len(held_out.kinds)} kinds" * bool(held_out.kinds)
+        return f"{len(held_out.spread(config.run.val_windows))} windows of documents{kinds}"
+    available = held_out.file.windows(config.data.seq_len)
+    return f"{min(config.run.val_windows or available, available)} windows of {config.data.seq_len} tokens"
+
+
+def validate(
+    model: Transformer, held_out: HeldOut, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
+    world: World,
+) -> dict[str, Figures] | None:
+    """Name -> figures, as an eval line has them, that of `held_out` as a whole last; None where `goes_on`, asked before
+    each batch and at the end, said no on any rank. All ranks share the work."""
+    if isinstance(held_out, Choices):
+        return _answers(model, held_out, config, device, goes_on, world)
+    if isinstance(held_out, HeldOutText):
+        return _text(model, held_out, config, device, goes_on, world)
+    figures = _token_file(model, held_out, config, device, goes_on, world)
+    return None if figures is None else {held_out.name: figures}
 
 
 @functools.lru_cache(maxsize=1)
@@ -28,12 +61,15 @@ def _token_bytes(path: Path, vocab_size: int, device: torch.device) -> torch.Ten
     return table.to(device)
 
 
-def validate(
+def _figures(sums: EvaluationSums) -> Figures:
+    figures = {"val_loss": sums.loss, "ppl": sums.ppl}
+    return figures | ({} if sums.bits_per_byte is None else {"bits_per_byte": sums.bits_per_byte})
+
+
+def _token_file(
     model: Transformer, source: Source, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
     world: World,
-) -> dict[str, float] | None:
-    """val_loss (nats a target), ppl and, where the tokenizer is known, bits_per_byte of one held-out file; None where
-    `goes_on`, asked before each batch and at the end, said no on any rank. All ranks share the batches."""
+) -> Figures | None:
     batches = held_out_batches(
         source.file, config.data.seq_len, config.run.micro_batch_size, config.run.val_windows, device,
         config.data.document_mask, world.data_rank, world.data_ranks,
@@ -52,8 +88,38 @@ def validate(
     )
     if broken:
         return None
-    sums = EvaluationSums(nats, int(targets), 0 if no_table else int(of_bytes))
-    figures = {"val_loss": sums.loss, "ppl": sums.ppl}
-    if sums.bits_per_byte is not None:
-        figures["bits_per_byte"] = sums.bits_per_byte
-    return figures
+    return _figures(EvaluationSums(nats, int(targets), 0 if no_table else int(of_bytes)))
+
+
+def _answers(
+    model: Transformer, choices: Choices, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
+    world: World,
+) -> dict[str, Figures] | None:
+    mine = choices.questions[world.rank :: world.size]
+    rows = [Row(*row) for question in mine for row in question.rows]
+    found = likelihoods(model, rows, config.run.micro_batch_size * config.data.seq_len, goes_on)
+    right, right_by_length = (0, 0) if found is None else right_answers(mine, found.nats)
+    broken, right, right_by_length = map(int, world.totals(device, found is None, right, right_by_length))
+    if broken:
+        return None
+    return {choices.name: accuracies(len(choices.questions), right, right_by_length)}
+
+
+def _text(
+    model: Transformer, text: HeldOutText, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
+    world: World,
+) -> dict[str, Figures] | None:
+    mine = text.spread(config.run.val_windows)[world.rank :: world.size]
+    rows = [Row(window.ids, len(window.ids) - 1) for window in mine]
+    found = likelihoods(model, rows, config.run.micro_batch_size * config.data.seq_len, goes_on)
+    sums = sums_by_kind(len(text.kinds), [] if found is None else mine, [] if found is None else found.nats)
+    broken, *flat = world.totals(device, found is None, *itertools.chain.from_iterable(sums))
+    if broken:
+        return None
+    by_kind = [EvaluationSums(flat[i], int(flat[i + 1]), int(flat[i + 2])) for i in range(0, len(flat), 3)]
+    figures = {
+        f"{text.name}/{kind}": _figures(of_kind)
+        for kind, of_kind in zip(text.kinds, by_kind, strict=False)
+        if of_kind.targets  # of a rare one no window may be among those read
+    }
+    return figures | {text.name: _figures(total(by_kind))}
