@@ -19,7 +19,8 @@ from llmtrain.storage.errors import ConfigMismatch
 from llmtrain.storage.manifest import read_json
 from llmtrain.training.checkpoint import folder_of, load_model
 from tests.corpus.files import write_flat
-from tests.inference.conftest import SHAPES, TEXT
+from tests.inference.conftest import SHAPES
+from tests.inference.runs import TEXT
 
 transformers = pytest.importorskip("transformers")
 
