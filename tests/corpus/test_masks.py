@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.cli.main import run as llmtrain
 from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.corpus.batches import IGNORED, BatchStream, assemble, held_out_batches
 from llmtrain.corpus.config import TokenizeConfig
@@ -325,3 +326,17 @@ def test_every_completion_is_a_target_once_in_windows_of_whole_documents(tokeniz
             counted = [int((assemble(lone, np.arange(sources[1].cut.windows)).targets != IGNORED).sum())]
             share = (targets[:n][from_plain] != IGNORED).sum() / from_plain.sum()
             assert share == pytest.approx(counted[0] / sources[1].cut.windows, rel=0.2)
+
+
+def test_inspect_shows_the_share_and_marks_what_is_left_out_and_verify_reads_it(tokenized, capsys):
+    assert llmtrain(["inspect", "pairs.u16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    counts = sum(content()[1])
+    assert any(f"{counts:,} tokens count ({counts / len(content()[1]):.2%})" in line for line in lines)
+    first = next(number for number, line in enumerate(lines) if line.startswith("document 1"))
+    read, learned = lines[first : first + 2]
+    assert json.loads(read.partition("[")[2].removesuffix("]")) == PAIRS[0][0]
+    assert json.loads(learned.strip()).startswith(PAIRS[0][1]) and "[" not in learned
+    assert llmtrain(["verify", "pairs.u16"]) == 0
+    assert "ids, loss mask, manifest and document index are sound" in capsys.readouterr().out
+    assert llmtrain(["inspect", "pairs.u16.mask"]) == 2
