@@ -108,13 +108,13 @@ def rows_of(smoke: bool) -> list[Row]:
 
 def time_sums(world: World, device: torch.device, sizes: tuple[int, ...]) -> list[dict[str, float]]:
     """Medians of sums over the ranks, of buffers of `sizes` bytes."""
-    points = []
+    points, few = [], torch.zeros(3, dtype=torch.float64, device=device)
     for size in sizes:
         buffer = torch.zeros(size // 4, device=device)
         taken = []
         for _ in range(12):
             world.totals(device, 0.0)  # all begin together
-            taken.append(burst(lambda buffer=buffer: world.add_gradients(buffer), 3, device).wall_s / 3)
+            taken.append(burst(lambda buffer=buffer: world.add_gradients(buffer, few), 3, device).wall_s / 3)
         points.append({"ranks": world.size, "bytes": size, "seconds": statistics.median(taken[2:])})
     return points
 
