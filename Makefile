@@ -28,7 +28,7 @@ demo: $(INSTALLED)  ## from text to a trained model that writes code, in minutes
 	.venv/bin/python scripts/demo.py
 
 docs: $(INSTALLED)  ## the tables of docs/ that are made from the code
-	.venv/bin/python scripts/docs_options.py
+	.venv/bin/python scripts/docs_commands.py
 	.venv/bin/python scripts/docs_ops.py
 
 clean:  ## the environment and all that the tools left; data/ and runs/ stay

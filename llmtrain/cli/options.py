@@ -204,7 +204,7 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
                 **more,
             )
             command = decorator(command)
-        command.configs = configs  # type: ignore[attr-defined]  # for docs/options.md
+        command.configs = configs  # type: ignore[attr-defined]  # for docs/commands
         return command
 
     return decorate

@@ -1,14 +1,18 @@
 """The command as a process: its help is fast and light, and every way to fail is one line and one exit code."""
 
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from llmtrain import __version__
-from llmtrain.cli.main import COMMANDS
+from llmtrain.cli.main import COMMANDS, cli
 from llmtrain.storage import errors
 
 EVERY = [*COMMANDS, "bench step", "bench profile"]
@@ -72,11 +76,27 @@ def test_help_is_fast_and_imports_neither_torch_nor_numpy(command: str):
     assert min(seconds() for _ in range(2)) < 0.4
 
 
-@pytest.mark.parametrize("command", EVERY)
-def test_a_command_carries_its_own_name_and_an_example(command: str):
-    said = run("-m", "llmtrain", *command.split(), "--help").stdout
-    assert said.startswith(f"Usage: llmtrain {command} ")
-    assert f"llmtrain {command.split()[0]} " in said.partition("Example:")[2]
+def commands(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command and every command of a group, by its name."""
+    with click.Context(group) as ctx:
+        for sub in group.list_commands(ctx):
+            command = group.get_command(ctx, sub)
+            assert command is not None
+            yield f"{name}{sub}", command
+            if isinstance(command, click.Group):
+                yield from commands(command, f"{name}{sub} ")
+
+
+@pytest.mark.parametrize(("name", "command"), [pytest.param(*one, id=one[0]) for one in commands(cli)])
+def test_a_command_carries_its_own_name_and_an_example_that_it_takes(name: str, command: click.Command):
+    said = CliRunner().invoke(cli, [*name.split(), "--help"], prog_name="llmtrain", terminal_width=200).output
+    assert said.startswith(f"Usage: llmtrain {name} ")
+    example = said.partition("Example:")[2].strip().removeprefix('eval "$(').removesuffix(')"')
+    words = shlex.split(example)
+    own = ["llmtrain", *name.split()]
+    assert words[: len(own)] == own
+    with click.Context(cli, info_name="llmtrain") as ctx:
+        command.make_context(name, words[len(own) :], parent=ctx)  # raises where an option is not one of its own
 
 
 def test_wrong_usage_is_one_line_and_exit_2():

@@ -180,6 +180,10 @@ def test_a_field_without_a_doc_line_is_refused():
         config_options(Bare)
 
 
-def test_the_options_page_is_what_the_commands_say():
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "docs_options.py"))
-    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run `make docs` and commit docs/options.md"
+def test_the_pages_of_commands_are_what_the_commands_say():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "docs_commands.py"))
+    there = {page.name: page.read_text(encoding="utf-8") for page in script["FOLDER"].iterdir()}
+    wanted = script["pages"]()
+    assert there.keys() == wanted.keys(), "run `make docs` and commit docs/commands"
+    differ = [name for name in wanted if there[name] != wanted[name]]
+    assert not differ, "run `make docs` and commit docs/commands"
