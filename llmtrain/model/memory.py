@@ -132,14 +132,19 @@ def kept_by_layer(
     if eight_bit:
         # What a linear keeps is a copy in eight bits; the op that made it keeps what it wants besides.
         if not selective:
-            narrow = functools.partial(eight_bit_bytes, scaling=eight_bit)
-            rows, product = narrow(d * n), narrow(f * n)
+            kept["attention in 8 bits"] = eight_bit_bytes(q * n, eight_bit) if in_eight_bits(d, q, eight_bit) else 0
+
+            def input_of(out: int, n_in: int) -> int:
+                return eight_bit_bytes(n_in * n, eight_bit) if in_eight_bits(out, n_in, eight_bit) else width * n_in * n
+
+            kept["normed rows"] = input_of(c.qkv_width, d)
             if routed:  # the router and the experts have the rows as they are
-                rows += width * d * n + (narrow(d * n) if c.shared_width else 0)
-                product = narrow(c.shared_width * n) + width * c.experts_per_token * c.expert_width * n
+                shared = c.shared_width and in_eight_bits(2 * c.shared_width, d, eight_bit)
+                kept["normed rows"] += width * d * n + (input_of(2 * c.shared_width, d) if shared else 0)
+                kept["SwiGLU"] = input_of(d, c.shared_width) + width * c.experts_per_token * c.expert_width * n
             else:
-                rows += narrow(d * n)
-            kept["attention in 8 bits"], kept["normed rows"], kept["SwiGLU"] = narrow(q * n), rows, product
+                kept["normed rows"] += input_of(2 * f, d)
+                kept["SwiGLU"] = input_of(d, f)
     if selective and not c.qk_norm:
         kept["qkv"] = kv * n * width  # a copy of v
     if attention == EFFICIENT:
@@ -185,6 +190,11 @@ def numbers_in_experts(c: ModelConfig) -> int:
     return taken * c.n_routed * c.n_experts * 3 * c.d_model * c.expert_width
 
 
+def in_eight_bits(out: int, n_in: int, scaling: str) -> bool:
+    """Whether a matrix of these sides has eight-bit operands, scaled so."""
+    return not (out % multiple_for(scaling) or n_in % multiple_for(scaling))
+
+
 def eight_bit_bytes(numbers: int, scaling: str | None) -> int:
     """Of a linear's operand in eight bits; a scale a row is not counted."""
     return numbers + (4 * numbers // SIDE if scaling == BLOCK else 0)
@@ -198,12 +208,14 @@ def feed_forward_backward(
     Negative terms are what had been kept and is gone by then.
     """
 
-    def dense(f: int) -> int:
+    def in_bf16(f: int) -> int:
         # the product's gradient, and with that either the product made again or the gradient of gate and up, by when
         # the product has gone
         return f * n * width + max(f * n if selective else 0, 2 * f * n - (0 if selective else f * n)) * width
 
-    def in_eight_bits(f: int) -> int:
+    def of_eight_bits(f: int) -> int:
+        if not in_eight_bits(c.d_model, f, eight_bit or ""):
+            return in_bf16(f)
         narrow = functools.partial(eight_bit_bytes, scaling=eight_bit)
         d, product = c.d_model * n, 0 if selective else narrow(f * n)
         matrix = 4 * c.d_model * f  # dW on its way to its buffer
@@ -217,8 +229,7 @@ def feed_forward_backward(
             2 * narrow(f * n) + width * d + (width * d + narrow(d) if selective else 0) + 2 * matrix - product,
         )
 
-    if eight_bit:
-        dense = in_eight_bits
+    dense = of_eight_bits if eight_bit else in_bf16
     if not routed:
         return dense(c.d_ff)
     copies = c.experts_per_token * n
