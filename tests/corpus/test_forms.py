@@ -300,7 +300,7 @@ def test_what_cannot_be_asked_for(folder: Path):
     with pytest.raises(UsageError, match="Parquet of unknown size cannot be read"):
         find_inputs(["-"], format="parquet")
     (folder / "plain.txt").write_bytes(b"")
-    with pytest.raises(UsageError, match="--text-field body: plain text has no fields.*--format jsonl"):
+    with pytest.raises(UsageError, match="field body: plain text has no fields.*--format jsonl"):
         find_inputs([str(folder / "plain.txt")], text_field="body")
 
 
