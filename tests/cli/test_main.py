@@ -1,10 +1,8 @@
 """The command as a process: its help is fast and light, and every way to fail is one line and one exit code."""
 
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 from llmtrain import __version__
 from llmtrain.cli.main import COMMANDS, cli
 from llmtrain.storage import errors
+from tests.cli.examples import ALL, parse
 
 EVERY = [*COMMANDS, "bench step", "bench profile"]
 
@@ -23,6 +22,7 @@ import os, signal, sys
 import click
 from llmtrain.cli import main as program
 from llmtrain.storage import errors
+from tests.cli.examples import ALL, parse
 
 @click.command()
 @click.option("--width", type=int)
@@ -76,20 +76,6 @@ def test_help_is_fast_and_imports_neither_torch_nor_numpy(command: str):
     assert min(seconds() for _ in range(2)) < 0.4
 
 
-def commands(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Every command, and every command of a group, by its name."""
-    with click.Context(group) as ctx:
-        for sub in group.list_commands(ctx):
-            command = group.get_command(ctx, sub)
-            assert command is not None
-            yield f"{name}{sub}", command
-            if isinstance(command, click.Group):
-                yield from commands(command, f"{name}{sub} ")
-
-
-ALL = dict(commands(cli))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_command_carries_its_own_name_and_examples_that_are_taken(name: str):
     said = CliRunner().invoke(cli, [*name.split(), "--help"], prog_name="llmtrain", terminal_width=200).output
@@ -97,10 +83,7 @@ def test_a_command_carries_its_own_name_and_examples_that_are_taken(name: str):
     examples = [line.strip() for line in said.partition("Example:")[2].splitlines() if line.strip()]
     assert any(f"llmtrain {name} " in example for example in examples) or isinstance(ALL[name], click.Group)
     for example in examples:
-        llmtrain, *words = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'))
-        assert llmtrain == "llmtrain"
-        own = next(own for own in (words[:2], words[:1]) if " ".join(own) in ALL)
-        ALL[" ".join(own)].make_context("", words[len(own) :])  # raises where there is no such option
+        parse(example.removeprefix('eval "$(').removesuffix(')"'))
 
 
 def test_wrong_usage_is_one_line_and_exit_2():
