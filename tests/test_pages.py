@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -73,3 +74,9 @@ def test_the_kernels_in_the_lab_notes_are_those_of_their_json():
     ops = ("rmsnorm forward, fork", "rmsnorm backward, residual", "rotary forward", "rotary backward")
     shown = [row[1:] for row in cells(DOCS / "lab-notes.md", "kernel")]
     assert shown == [ratios[op] for op in ops]
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            assert link.startswith("http") or (page.parent / link).exists(), (page, link)

@@ -1,6 +1,7 @@
 """The command as a process: its help is fast and light, and every way to fail is one line and one exit code."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,11 @@ def test_a_command_carries_its_own_name_and_examples_that_are_taken(name: str):
     assert any(f"llmtrain {name} " in example for example in examples) or isinstance(ALL[name], click.Group)
     for example in examples:
         parse(example.removeprefix('eval "$(').removesuffix(')"'))
+
+
+def test_the_readme_has_a_row_for_every_command():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"(?m)^\| \[`llmtrain (.*)`\]\(docs/commands/\1\.md\) \|", readme) == list(COMMANDS)
 
 
 def test_wrong_usage_is_one_line_and_exit_2():
