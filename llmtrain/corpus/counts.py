@@ -1,7 +1,7 @@
 """What came of each input: bytes, documents and tokens by part, and what was left out with its first places."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -16,6 +16,20 @@ FIRST_PLACES = 5
 
 # A terminal's worth: the counts of more files would push everything else out of sight, and the manifest has them.
 MOST_PRINTED = 100
+
+
+class Record(NamedTuple):
+    """What the journal keeps of an input."""
+
+    file: int
+    name: str
+    size: int | None
+    version: str
+    bytes: int
+    left_out: dict[str, int]
+    first: dict[str, list[str]]
+    documents: list[int]
+    tokens: list[int]
 
 
 class Counts:
@@ -62,29 +76,29 @@ class Counts:
         np.add.at(self.documents[part], files, 1)
         np.add.at(self.tokens[part], files, lengths)
 
-    def take_touched(self) -> dict[str, dict[str, Any]]:
-        """A copy of what is known of the inputs that changed since the last call, by number, for `restore`."""
+    def take_touched(self) -> list[list[Any]]:
+        """A copy of what is known of the inputs that changed since the last call: a list for each field of `Record`,
+        because words repeated for 100,000 inputs would take longer than what they say."""
         touched = sorted(self._touched)
         self._touched.clear()
-        documents, tokens = self.documents[:, touched].T.tolist(), self.tokens[:, touched].T.tolist()
-        return {
-            str(file): {
-                "name": self.files[file].name,
-                "size": self.files[file].size,
-                "version": self.files[file].version,
-                "bytes": self.bytes[file],
-                "left_out": dict(self.left_out[file]),
-                "first": {reason: list(places) for reason, places in self.first[file].items()},
-                "documents": documents[number],
-                "tokens": tokens[number],
-            }
-            for number, file in enumerate(touched)
-        }
+        files = [self.files[file] for file in touched]
+        return [
+            touched,
+            [one.name for one in files],
+            [one.size for one in files],
+            [one.version for one in files],
+            [self.bytes[file] for file in touched],
+            [dict(self.left_out[file]) for file in touched],
+            [{reason: list(places) for reason, places in self.first[file].items()} for file in touched],
+            self.documents[:, touched].T.tolist(),
+            self.tokens[:, touched].T.tolist(),
+        ]
 
-    def restore(self, file: int, record: dict[str, Any]) -> None:
+    def restore(self, record: Record) -> None:
         """What `take_touched` gave of an input."""
-        self.bytes[file], self.left_out[file], self.first[file] = record["bytes"], record["left_out"], record["first"]
-        self.documents[:, file], self.tokens[:, file] = record["documents"], record["tokens"]
+        file = record.file
+        self.bytes[file], self.left_out[file], self.first[file] = record.bytes, record.left_out, record.first
+        self.documents[:, file], self.tokens[:, file] = record.documents, record.tokens
 
     def damaged(self) -> bool:
         """Whether anything but empty documents was left out."""
@@ -114,8 +128,9 @@ class Counts:
         for file in range(len(self.files)) if part == 0 else np.flatnonzero(self.documents[part]).tolist():
             one = self.files[file]
             entry = {"path": one.name, "bytes": self.bytes[file], "documents": documents[file], "tokens": tokens[file]}
-            entry["skipped"] = dict(sorted(self.left_out[file].items())) if part == 0 else {}
-            if part == 0 and self.first[file]:
+            entry["skipped"] = {}
+            if part == 0 and self.left_out[file]:
+                entry["skipped"] = dict(sorted(self.left_out[file].items()))
                 entry["skipped_at"] = dict(sorted(self.first[file].items()))
             inputs.append(entry)
         return inputs

@@ -30,6 +30,9 @@ class Document(NamedTuple):
     damage: Damage | None = None
     prompt: int = 0
     """Bytes at the beginning of `data` that are a prompt: tokenized by themselves and no targets of the loss."""
+    unread: str = ""
+    """The path of the small plain file that is to be read for it. `place` and `size` are then what they are unless the
+    file has a byte order mark or was changed."""
 
 
 def document_of(file: int, ordinal: int, place: int, texts: Sequence[bytes]) -> Document:

@@ -33,7 +33,7 @@ _STEP = 1 << 20
 
 # What gigatoken's cache may add to the process, and how often that is looked at: 4 MiB of words that were never seen
 # add as much again.
-_MOST_CACHE_BYTES = 64 << 20
+_MOST_CACHE_BYTES = 96 << 20
 _LOOK_EVERY_BYTES = 4 << 20
 
 

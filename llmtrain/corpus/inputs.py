@@ -4,8 +4,9 @@ import glob
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from llmtrain.corpus.remote import find_remote, is_remote, shown_url
@@ -24,8 +25,7 @@ COMPRESSIONS = {".gz": GZIP, ".zst": ZSTD, ".zstd": ZSTD}
 PLACES = {TEXT: "byte", JSONL: "line", PARQUET: "row"}
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One file to read, or standard input."""
 
     name: str
@@ -70,12 +70,12 @@ def find_inputs(
             for url, size, version in find_remote(name):
                 if url not in seen:
                     seen.add(url)
-                    found.append(replace(_input(shown_url(url), format, size, version), url=url))
+                    found.append(_input(shown_url(url), format, size, version, url))
             continue
-        for path, real in _expand(name):
+        for path, real, size, version in _expand(name):
             if real not in seen:
                 seen.add(real)
-                found.append(_local(path, format))
+                found.append(_input(path, format, size, version))
     if text_field is not None and found and all(one.format == TEXT for one in found):
         raise UsageError(
             f"{', '.join(map(shown, names))}: field {text_field}: plain text has no fields: "
@@ -118,34 +118,37 @@ def shown(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode(errors="replace")
 
 
-def _local(path: str, format: str) -> Input:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise read_error(error, path) from error
-    if stat.S_ISREG(status.st_mode):
-        return _input(path, format, status.st_size, str(status.st_mtime_ns))
-    return _input(path, format, None, "")
-
-
-def _input(name: str, format: str, size: int | None, version: str) -> Input:
-    stem, suffix = os.path.splitext(urlsplit(name.lower()).path if is_remote(name) else name.lower())
-    compression = COMPRESSIONS.get(suffix, "")
-    if format == "auto":
-        format = SUFFIXES.get(os.path.splitext(stem)[1] if compression else suffix, TEXT)
+def _input(name: str, format: str, size: int | None, version: str, url: str = "") -> Input:
+    path = urlsplit(name).path if url else name
+    # Dots at the beginning of a file's name do not begin an ending.
+    format, compression = _form(path.rpartition("/")[2].lstrip(".").partition(".")[2].lower(), format)
     if format == PARQUET and (compression or size is None):
         what = f"Parquet inside {compression}" if compression else "Parquet of unknown size"
         raise UsageError(f"{shown(name)}: {what} cannot be read, its index comes last: make a plain file of it")
-    return Input(name, format, compression, size, version)
+    return Input(name, format, compression, size, version, url)
 
 
-def _expand(name: str) -> Iterator[tuple[str, str]]:
-    """The paths that a name means, each with its real one."""
+@lru_cache(1 << 10)
+def _form(ending: str, format: str) -> tuple[str, str]:
+    """(format, compression) of a file whose name ends so behind its first dot: in large trees there are few endings."""
+    rest, _, last = ending.rpartition(".")
+    compression = COMPRESSIONS.get(f".{last}", "")
+    if format == "auto":
+        format = SUFFIXES.get("." + (rest.rpartition(".")[2] if compression else last), TEXT)
+    return format, compression
+
+
+# A path, the real one, and what `Input` says as size and version.
+_Found = tuple[str, str, int | None, str]
+
+
+def _expand(name: str) -> Iterator[_Found]:
+    """The files that a name means."""
     # A file whose name looks like a glob is that file.
     if os.path.isdir(name):
         yield from _below(name)
     elif os.path.exists(name):
-        yield str(Path(name)), os.path.realpath(name)
+        yield _one(name)
     elif not glob.has_magic(name):
         raise InputMissing(f"{name}: no such file or folder: put text there, or name it with --input")
     else:
@@ -154,27 +157,41 @@ def _expand(name: str) -> Iterator[tuple[str, str]]:
             raise InputMissing(f"{name}: no file matches: check the pattern given as --input")
         for match in matches:
             # `**` matches folders and what is in them; a folder that matched by itself means what is below it.
-            yield from _below(match) if os.path.isdir(match) else [(str(Path(match)), os.path.realpath(match))]
+            yield from _below(match) if os.path.isdir(match) else [_one(match)]
 
 
-def _below(folder: str) -> list[tuple[str, str]]:
-    """Of a tree of 80,000 files every needless look at one shows: their real paths are put together."""
-    found = []
+def _one(path: str) -> _Found:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise read_error(error, path) from error
+    regular = stat.S_ISREG(status.st_mode)
+    size, version = (status.st_size, str(status.st_mtime_ns)) if regular else (None, "")
+    return str(Path(path)), os.path.realpath(path), size, version
+
+
+def _below(folder: str) -> list[_Found]:
+    """As `_expand`, in order. Of a tree of 80,000 files everything shows that is done for each: so the paths are put
+    together here, and the system is asked once."""
+    found: list[_Found] = []
     folders = [(str(Path(folder)), os.path.realpath(folder))]
     while folders:
         folder, real = folders.pop()
+        prefix = "" if folder == "." else os.path.join(folder, "")
+        real_prefix = os.path.join(real, "")
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):
+                    name = entry.name
+                    if name.startswith("."):
                         continue
-                    path = entry.name if folder == "." else os.path.join(folder, entry.name)
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append((path, os.path.join(real, entry.name)))
+                        folders.append((prefix + name, real_prefix + name))
                     elif entry.is_file():
-                        found.append(
-                            (path, os.path.realpath(path) if entry.is_symlink() else os.path.join(real, entry.name))
-                        )
+                        path = prefix + name
+                        real_path = os.path.realpath(path) if entry.is_symlink() else real_prefix + name
+                        status = entry.stat()
+                        found.append((path, real_path, status.st_size, str(status.st_mtime_ns)))
         except OSError as error:
             raise read_error(error, error.filename or folder) from error
     return sorted(found, key=lambda one: os.fsencode(one[0]))

@@ -10,7 +10,7 @@ from llmtrain.corpus.documents import Document
 from llmtrain.corpus.inputs import JSONL, PARQUET, TEXT, Input
 from llmtrain.corpus.json_lines import json_documents
 from llmtrain.corpus.parquet import parquet_documents
-from llmtrain.corpus.streams import Broken, Progress, Text, read_small
+from llmtrain.corpus.streams import Broken, Progress, Text, is_small, read_small
 from llmtrain.storage.errors import read_error
 
 FILE = "file"
@@ -37,20 +37,51 @@ class Reading:
 
 
 def read_documents(
-    inputs: Sequence[Input], reading: Reading, progress: Progress | None = None, start: tuple[int, int] = (0, 0)
+    inputs: Sequence[Input],
+    reading: Reading,
+    progress: Progress | None = None,
+    start: tuple[int, int] = (0, 0),
+    unread: bool = False,
 ) -> Generator[Document, None, None]:
     """The documents of `inputs` in order; empty and damaged ones too, so that they can be counted.
 
     Reading again gives the same documents; `start` (input, ordinal) leaves out those before it. A byte order mark at
     the beginning of an input is dropped. An input that is damaged from some place on ends there with a document whose
-    damage is "truncated"; the whole documents before it were given. `progress` is told how much was read. Raises
-    InputMissing, StorageFailure.
+    damage is "truncated"; the whole documents before it were given. `progress` is told how much was read. With `unread`
+    the small plain files that are one document are left for others to read, with `read_whole`. Raises InputMissing,
+    StorageFailure.
     """
     progress = progress or Progress()
     for file in range(start[0], len(inputs)):
-        documents = _read(file, inputs[file], reading, progress, start[1] if file == start[0] else 0)
-        with closing(documents):
+        input, first = inputs[file], start[1] if file == start[0] else 0
+        if input.format == TEXT and reading.document == FILE:
+            if first:
+                progress.bytes += input.size or 0
+            elif unread and is_small(input):
+                assert input.size is not None
+                progress.bytes += input.size
+                yield Document(file, 0, 0, input.size, b"", unread=input.name)
+            else:
+                yield read_whole(file, input, progress)
+            continue
+        with closing(_read(file, input, reading, progress, first)) as documents:
             yield from documents
+
+
+def read_whole(file: int, input: Input, progress: Progress) -> Document:
+    """Input number `file`, plain text, as one document. Raises as `read_documents`."""
+    try:
+        if small := read_small(input, progress):
+            data, mark = small
+            return Document(file, 0, mark, mark + len(data), data)
+        with Text(input, progress, whole=True) as text:
+            try:
+                data = text.readall()
+            except Broken as broken:
+                return Document(file, 0, text.mark, 0, b"", broken.damage)
+            return Document(file, 0, text.mark, text.mark + len(data), data)
+    except OSError as error:
+        raise read_error(error, input.name) from error
 
 
 def _read(file: int, input: Input, reading: Reading, progress: Progress, start: int) -> Generator[Document, None, None]:
@@ -58,16 +89,9 @@ def _read(file: int, input: Input, reading: Reading, progress: Progress, start: 
         if input.format == PARQUET:
             yield from parquet_documents(file, input, reading.fields, progress, start)
             return
-        if input.format == TEXT and reading.document == FILE and (small := read_small(input, progress)):
-            data, mark = small
-            if start == 0:
-                yield Document(file, 0, mark, mark + len(data), data)
-            return
-        with Text(input, progress, whole=input.format == TEXT and reading.document == FILE) as text:
+        with Text(input, progress) as text:
             if input.format == JSONL:
                 documents = json_documents(file, text, reading.fields)
-            elif reading.document == FILE:
-                documents = iter([_whole(file, text)])
             elif reading.document == LINE:
                 documents = _lines(file, text)
             else:
@@ -75,15 +99,6 @@ def _read(file: int, input: Input, reading: Reading, progress: Progress, start: 
             yield from islice(documents, start, None)
     except OSError as error:
         raise read_error(error, input.name) from error
-
-
-def _whole(file: int, text: Text) -> Document:
-    """An input that is one document."""
-    try:
-        data = text.readall()
-    except Broken as broken:
-        return Document(file, 0, text.mark, 0, b"", broken.damage)
-    return Document(file, 0, text.mark, text.mark + len(data), data)
 
 
 def _lines(file: int, text: Text) -> Iterator[Document]:

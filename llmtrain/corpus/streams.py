@@ -56,11 +56,17 @@ class Progress:
     """As they are stored, of all inputs, from 0."""
 
 
+def is_small(input: Input) -> bool:
+    """Whether it is a small plain file as far as its name and size tell."""
+    return not input.url and not input.compression and input.size is not None and input.size <= PIECE_BYTES
+
+
 def read_small(input: Input, progress: Progress) -> tuple[bytes, int] | None:
-    """All of a plain file and the bytes of its byte order mark; None of what is none, is large or is compressed, which
+    """All of a small plain file and the bytes of its byte order mark; None of what is none or is compressed, which
     `Text` reads. Of a tree of 100,000 files that takes a second less. Raises OSError."""
-    if input.url or input.compression or input.size is None or input.size > PIECE_BYTES:
+    if not is_small(input):
         return None
+    assert input.size is not None
     descriptor = os.open(input.name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, input.size + 1)

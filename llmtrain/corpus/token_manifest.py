@@ -80,8 +80,13 @@ def _manifest_hash(manifest: Mapping[str, Any]) -> str:
     return canonical_sha256(rest)
 
 
-def write_manifest(
-    path: str | os.PathLike[str],
+def write_manifest(path: str | os.PathLike[str], **contents: Any) -> None:
+    """Writes the manifest of the token file `path`, atomically; ids and index must be in place before. `contents` are
+    those of `manifest_bytes`. Raises CannotCreate, StorageFailure."""
+    atomic.write_bytes(manifest_path(path), manifest_bytes(**contents))
+
+
+def manifest_bytes(
     *,
     tokens: int,
     documents: int,
@@ -95,14 +100,13 @@ def write_manifest(
     dtype: str = "uint16",
     mask: Mapping[str, Any] | None = None,
     shard: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes the manifest of the token file `path`, atomically; ids and index must be in place before.
+) -> bytes:
+    """A manifest as it is written.
 
     `dtype` is one of ID_TYPES, `tokenizer` is {file, sha256}, `engine` {name, version}, `sha256` what `BlockHashes`
     gives, an input {path, bytes, documents, tokens, skipped: {reason: count}}, `mask` {loss_tokens, sha256} of the mask
     where there is one, `shard` {number, of, split} where it is one of several
     parts. Equal arguments give equal bytes: no time, no host.
-    Raises CannotCreate, StorageFailure.
     """
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -115,7 +119,7 @@ def write_manifest(
         "tokenizer": dict(tokenizer),
         "engine": dict(engine),
         "sha256": list(sha256),
-        "inputs": [dict(one) for one in inputs],
+        "inputs": list(inputs),
         "created_by": f"llmtrain {__version__}",
     }
     if mask:
@@ -124,7 +128,7 @@ def write_manifest(
         manifest["shard"] = dict(shard)
     manifest["manifest_sha256"] = _manifest_hash(manifest)
     # A value a line; json's own indenting takes seconds for 100,000 inputs.
-    atomic.write_bytes(manifest_path(path), json.dumps(manifest, separators=(",\n ", ": ")).encode() + b"\n")
+    return json.dumps(manifest, separators=(",\n ", ": ")).encode() + b"\n"
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

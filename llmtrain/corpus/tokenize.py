@@ -21,14 +21,14 @@ from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
 from llmtrain.corpus.counts import MOST_PRINTED, Counts
 from llmtrain.corpus.documents import Document, blocks, plural
-from llmtrain.corpus.engine import Engine, choose_engine, pinned_engine
+from llmtrain.corpus.engine import GIGATOKEN, TOKENIZERS, Engine, choose_engine, pinned_engine
 from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown
 from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
 from llmtrain.corpus.reading import read_documents
 from llmtrain.corpus.streams import Progress
-from llmtrain.corpus.token_manifest import held_out_path, manifest_path, work_folder, write_manifest
+from llmtrain.corpus.token_manifest import held_out_path, manifest_bytes, manifest_path, work_folder
 from llmtrain.corpus.tokenizer import Tokenizer
-from llmtrain.corpus.workers import Encoded, Task, encode_blocks
+from llmtrain.corpus.workers import Encoded, Task, Workers, encode_blocks
 from llmtrain.corpus.writing import Part, Work, journal_engine, names
 from llmtrain.storage.errors import (
     STOP_SIGNALS,
@@ -57,6 +57,14 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_s
     appears at the end. What an unfinished run of the same `config` left is gone on from. Raises InputMissing, BadData,
     CannotCreate, StorageFailure, ConfigMismatch; StopRequested on a signal of STOP_SIGNALS.
     """
+    with Workers(config.holdout) as workers:
+        if not config.dry_run:
+            # It gets ready while the inputs are looked for.
+            workers.start(1)
+        _tokenize(config, workers, block_bytes, commit_seconds)
+
+
+def _tokenize(config: TokenizeConfig, workers: Workers, block_bytes: int | None, commit_seconds: float) -> None:
     begin = time.perf_counter()
     tokenizer = tokenizer_room.load(config.tokenizer)
     id_type = tokenizer.id_type
@@ -65,6 +73,7 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_s
             f"{config.output}: ids of a vocabulary of {tokenizer.vocab_size:,} take four bytes: name it with --output "
             f"{config.output.with_suffix('.u32')}"
         )
+    workers.open(tokenizer, _probably(config))
     outputs = _outputs(config)
     # A folder may well hold what this command itself reads and writes.
     written = [name for path in outputs for name in names(path)]
@@ -91,12 +100,18 @@ def tokenize(config: TokenizeConfig, *, block_bytes: int | None = None, commit_s
         _restore(work, counts)
         if not (config.append and not files):
             if work.publishing is None:
-                _write_parts(config, tokenizer, work, everything, counts, block_bytes, check)
+                _write_parts(config, tokenizer, work, everything, counts, workers, block_bytes, check)
+                workers.end()
             _publish(tokenizer, work, counts)
         else:
             work.discard()
         parts = work.parts
     _summary(parts, counts, time.perf_counter() - begin)
+
+
+def _probably(config: TokenizeConfig) -> str:
+    """The engine that will most likely be used."""
+    return TOKENIZERS if config.engine == TOKENIZERS else GIGATOKEN
 
 
 def _outputs(config: TokenizeConfig) -> list[Path]:
@@ -132,13 +147,13 @@ def _restore(work: Work, counts: Counts) -> None:
     """Puts the journal's counts into `counts`. Raises ConfigMismatch where an input that was read is another now."""
     for file, record in work.inputs.items():
         one = counts.files[file] if file < len(counts.files) else None
-        same = one and (one.name, one.size, one.version) == (record["name"], record["size"], record["version"])
+        same = one and (one.name, one.size, one.version) == (record.name, record.size, record.version)
         if not same:
             raise ConfigMismatch(
-                f"{shown(record['name'])}: was changed, moved or left out since {work.folder} was begun with it: "
+                f"{shown(record.name)}: was changed, moved or left out since {work.folder} was begun with it: "
                 "put it back, or remove that folder to start over"
             )
-        counts.restore(file, record)
+        counts.restore(record)
     if counts.on_bad == "error" and counts.damaged():
         raise ConfigMismatch(f"{work.folder}: was begun with --on-bad skip: say that again, or remove the folder")
 
@@ -181,18 +196,21 @@ def _write_parts(
     work: Work,
     everything: list[Input],
     counts: Counts,
+    workers: Workers,
     block_bytes: int | None,
     check: Callable[[], None],
 ) -> None:
     """Encodes and writes what is not written yet."""
     files = counts.files
-    probe = Probe() if work.engine or config.append else draw(everything, config.reading)
+    workers.start(_how_many(config, counts, block_bytes or BLOCK_BYTES[_probably(config)]))
+    known = work.engine or config.append
+    probe = Probe() if known else draw(everything, config.reading)
     progress = Progress()
     stream = _Stream(files, work)
     documents: Iterator[Document] = stream.skip_what_was_read(
-        read_documents(files, config.reading, progress, stream.start)
+        read_documents(files, config.reading, progress, stream.start, unread=bool(known or probe.texts))
     )
-    if not work.engine and not probe.texts:
+    if not known and not probe.texts:
         head = []
         for document in documents:
             head.append(document)
@@ -206,12 +224,8 @@ def _write_parts(
     if work.committed:
         tqdm.write(f"{shown(work.folder)}: goes on after {sum(counts.bytes) / 1e6:,.1f} MB of text")
     block_bytes = block_bytes or BLOCK_BYTES[engine.name]
-    workers = config.workers or _cores()
-    if counts.total is not None and not any(file.compression for file in files):
-        workers = min(workers, counts.total // block_bytes + 1)
-    tasks = encode_blocks(
-        stream.watch(blocks(documents, block_bytes)), engine, workers, config.holdout, block_bytes, check
-    )
+    workers.start(_how_many(config, counts, block_bytes))
+    tasks = encode_blocks(stream.watch(blocks(documents, block_bytes)), workers, engine, block_bytes, check)
     done = sum(file.size or 0 for file in files[: work.at[0]])
     # A bar where stderr is a terminal.
     bar = tqdm(total=counts.total, initial=done, unit="B", unit_scale=True, disable=None, desc="tokenizing")
@@ -234,6 +248,14 @@ def _write_parts(
     if not added[0] and not config.append and not config.shard:
         work.discard()
         raise BadData(_nothing(config, files, sum(added)))
+
+
+def _how_many(config: TokenizeConfig, counts: Counts, block_bytes: int) -> int:
+    """Workers: no more than there are blocks, where one can tell."""
+    workers = config.workers or _cores()
+    if counts.total is None or any(file.compression for file in counts.files):
+        return workers
+    return min(workers, counts.total // block_bytes + 1)
 
 
 def _warn_of_a_small_disk(config: TokenizeConfig, engine: Engine, probe: Probe, files: list[Input]) -> None:
@@ -295,9 +317,8 @@ def _publish(tokenizer: Tokenizer, work: Work, counts: Counts) -> None:
     engine = work.engine
     assert engine
 
-    def write(part: Part, number: int, hashes: list[str], of_mask: list[str] | None) -> None:
-        write_manifest(
-            part.path,
+    def manifest(part: Part, number: int, hashes: list[str], of_mask: list[str] | None) -> bytes:
+        return manifest_bytes(
             tokens=part.tokens,
             documents=part.documents,
             max_id=part.max_id,
@@ -312,7 +333,7 @@ def _publish(tokenizer: Tokenizer, work: Work, counts: Counts) -> None:
             shard=shard,
         )
 
-    work.publish(counts, write, keep_empty=shard is not None)
+    work.publish(counts, manifest, keep_empty=shard is not None)
 
 
 def _cores() -> int:

@@ -83,17 +83,15 @@ class Tokenizer:
         return self._library.get_vocab()
 
     def facts(self) -> dict[str, Any]:
-        """What was found out of the file, as JSON takes it: another process makes the same tokenizer of it."""
+        """What was found out of the file but its bytes, as JSON takes it: enough for another process to encode."""
         known = ("file", "sha256", "vocab_size", "eos_id", "byte_level", "can_cut", "splitting", "plain")
-        return {name: getattr(self, name) for name in known} | {
-            "data": self.data.decode(), "added_ids": sorted(self.added_ids)
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in known} | {"added_ids": sorted(self.added_ids)}
 
     @classmethod
     def of_facts(cls, facts: dict[str, Any]) -> "Tokenizer":
-        """The tokenizer whose `facts` these are; the file is not read and the library not built."""
+        """The tokenizer whose `facts` these are, without `data`; the file is not read and the library not built."""
         tokenizer = cls.__new__(cls)
-        tokenizer.__dict__.update(facts | {"data": facts["data"].encode(), "added_ids": set(facts["added_ids"])})
+        tokenizer.__dict__.update(facts | {"added_ids": set(facts["added_ids"])})
         return tokenizer
 
     @property

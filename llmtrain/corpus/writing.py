@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.corpus.counts import Counts
+from llmtrain.corpus.counts import Counts, Record
 from llmtrain.corpus.token_manifest import (
     BLOCK_BYTES,
     ID_TYPES,
@@ -30,13 +30,13 @@ from llmtrain.corpus.token_manifest import (
     mask_path,
     work_folder,
 )
-from llmtrain.storage.atomic import fsync_folder, refuse_what_is_no_file, remove_file, write_json
+from llmtrain.storage.atomic import fsync_folder, refuse_what_is_no_file, remove_file, write_bytes, write_json
 from llmtrain.storage.errors import BadData, CannotCreate, ConfigMismatch, write_error
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
 from llmtrain.storage.manifest import read_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 def names(path: Path) -> list[Path]:
@@ -182,7 +182,7 @@ class Work:
         self.outputs, self.asked, self.append, self.commit_seconds = outputs, asked, append, commit_seconds
         self.folder = work_folder(outputs[0])
         self.parts: list[Part] = []
-        self.inputs: dict[int, dict[str, Any]] = {}
+        self.inputs: dict[int, Record] = {}
         self._states: list[list[int]] | None = None
         self._lines = 0
         self._journal: JsonLines | None = None
@@ -232,16 +232,18 @@ class Work:
 
     def _read(self) -> None:
         """What the journal says, up to its last line that is whole."""
-        good, begun = 0, self.asked
+        good, begun, format = 0, self.asked, FORMAT
         for line in _whole_lines(self.folder / "journal"):
             good += 1
             if "asked" in line:
-                begun, self.engine = line["asked"], line["engine"]
+                begun, self.engine, format = line["asked"], line["engine"], line["format"]
             elif "publish" in line:
                 self.publishing, self.publishing_masks = line["publish"], line.get("masks")
+            elif format != FORMAT:
+                raise ConfigMismatch(f"{self.folder}: another version of llmtrain began it: remove it to start over")
             else:
                 self.at, self.digest, self._states = tuple(line["at"]), line["digest"], line["parts"]
-                self.inputs |= {int(number): record for number, record in line["inputs"].items()}
+                self.inputs |= {record.file: record for record in map(Record._make, zip(*line["inputs"], strict=True))}
                 self.committed = True
         # Without a line on how far it came there is nothing to go on from.
         if self.committed:
@@ -333,18 +335,26 @@ class Work:
     def publish(
         self,
         counts: Counts,
-        write: Callable[[Part, int, list[str], list[str] | None], None],
+        manifest: Callable[[Part, int, list[str], list[str] | None], bytes],
         keep_empty: bool,
     ) -> None:
-        """Gives the parts their names. `write` writes the manifest of a part, given its number and the hashes of ids
-        and mask. A part without documents is removed, unless `keep_empty`."""
+        """Gives the parts their names. `manifest` makes that of a part, given its number and the hashes of its ids and
+        mask. A part without documents is removed, unless `keep_empty`."""
+        hashes = self.publishing or [part.hashes.hexdigests() for part in self.parts]
+        masks = self.publishing_masks
+        if self.masked and masks is None:
+            masks = [part.mask_hashes.hexdigests() for part in self.parts]
         if self.publishing is None:
-            self.commit(counts)
-            self.publishing = [part.hashes.hexdigests() for part in self.parts]
-            line = {"publish": self.publishing}
-            if self.masked:
-                self.publishing_masks = line["masks"] = [part.mask_hashes.hexdigests() for part in self.parts]
-            self._append(line)
+            self._commit(counts)
+        # While the disk is waited for.
+        manifests = [
+            manifest(part, number, hashes[number], masks[number] if masks else None)
+            for number, part in enumerate(self.parts)
+        ]
+        self._settle()
+        if self.publishing is None:
+            self.publishing, self.publishing_masks = hashes, masks
+            self._append({"publish": hashes} | ({"masks": masks} if masks else {}))
         new = [part for part in self.parts if not part.base]
         # From here on nothing vouches for old ids; the new manifests come last.
         for part in new:
@@ -362,11 +372,9 @@ class Work:
                 for path in names(part.path):
                     remove_file(path)
         fsync_folder(self.folder.parent)
-        for number in reversed(range(len(self.parts))):
-            part = self.parts[number]
+        for part, data in reversed(list(zip(self.parts, manifests, strict=True))):
             if part.documents or keep_empty:
-                of_mask = None if self.publishing_masks is None else self.publishing_masks[number]
-                write(part, number, self.publishing[number], of_mask)
+                write_bytes(manifest_path(part.path), data)
         self.discard()
 
     def discard(self) -> None:

@@ -6,7 +6,6 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from llmtrain.corpus import tokenize as work
+from llmtrain.corpus import writing
 from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.census import take_census
 from llmtrain.corpus.config import TokenizeConfig, TokenizerConfig
@@ -311,19 +311,19 @@ def test_a_run_that_fails_while_it_publishes_is_finished_by_the_next(here: Path,
     tokenize(config)
     expected = output_bytes()
     written: list[Path] = []
-    real = work.write_manifest
+    real = writing.write_bytes
 
-    def full_at_the_second(path: Path, **fields: Any) -> None:
+    def full_at_the_second(path: Path, data: bytes) -> None:
         if written:
             raise StorageFailure("the disk is full")
         written.append(path)
-        real(path, **fields)
+        real(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "write_manifest", full_at_the_second)
+        patch.setattr(writing, "write_bytes", full_at_the_second)
         with pytest.raises(StorageFailure):
             tokenize(config)
-    assert written == [Path("corpus.val.u16")] and not Path("corpus.u16.json").exists()
+    assert written == [Path("corpus.val.u16.json")] and not Path("corpus.u16.json").exists()
     monkeypatch.setattr(work, "encode_blocks", None)  # nothing is encoded again
     tokenize(config)
     assert output_bytes() == expected and len(left()) == 6
