@@ -163,8 +163,7 @@ def _runs(file: "TokenFile", begin: int, end: int) -> Iterator[tuple[bool, int, 
     if not file.has_mask:
         yield False, begin, end
         return
-    counts = np.empty(end - begin, np.uint8)
-    file.read_mask(counts, np.array([0]), np.array([begin]), np.array([counts.size]))
+    counts = file.read_mask(np.array([begin]), np.array([end - begin]))
     borders = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), counts.size]
     for first, last in zip(borders, borders[1:], strict=False):
         yield not counts[first], begin + first, begin + last

@@ -381,9 +381,10 @@ class BatchStream:
                 made.pinned.copied.record(torch.cuda.current_stream(self._device))
             self._free.put(made.pinned)
             self._left = len(made.sequences)
-            for i, (sequences, pairs) in enumerate(zip(made.sequences, made.pairs, strict=True)):
+            parts = (one.split(self._batch_size) for one in (batch.ids, batch.targets, batch.doc_start))
+            for ids, targets, doc_start, sequences, pairs in zip(*parts, made.sequences, made.pairs, strict=True):
                 self._left -= 1
-                yield _rows(batch, i * self._batch_size, (i + 1) * self._batch_size, sequences, pairs)
+                yield Batch(ids, targets, doc_start, sequences, pairs)
 
     def ready(self, seconds: float | None) -> bool:
         """Waits for the thread until `__next__` need not, for so many seconds at most; whether it has come to that."""

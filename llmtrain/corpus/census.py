@@ -119,8 +119,7 @@ def _documents(file: TokenFile, limit: int) -> Iterator[tuple[np.ndarray, np.nda
     blocks = file.ends_of_documents() if file.has_borders else iter(())
     ends = next(blocks, np.zeros(0, np.int64))
     while at < stop:
-        ids = np.empty(min(READ_TOKENS, stop - at), file.id_type)
-        file.read_pieces(ids, np.array([0]), np.array([at]), np.array([ids.size]))
+        ids = file.read_pieces(np.array([at]), np.array([min(READ_TOKENS, stop - at)]))
         view = memoryview(ids.data).cast("B")
         hashes, lengths, hashed = [], [], at
         while True:

@@ -15,6 +15,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,7 @@ class Packed:
         run = np.searchsorted(self._run_ends, windows, side="right")
         counts = self._of_run[run]
         first = self._run_pieces[run] + (windows - self._run_begins[run]) * counts
-        places = zip((HEADER + size * first).tolist(), (size * counts).tolist(), strict=True)
-        data = b"".join([os.pread(fd, nbytes, place) for place, nbytes in places])
+        data = b"".join(map(os.pread, repeat(fd), (size * counts).tolist(), (HEADER + size * first).tolist()))
         if len(data) != size * int(counts.sum()):
             raise self._damaged()
         records = np.frombuffer(data, PIECE)
@@ -227,20 +227,31 @@ class Packed:
     def gather(self, windows: np.ndarray, pieces: Pieces | None = None) -> Gathered:
         width = self.seq_len + 1
         rows, starts, lengths = pieces or self.pieces(windows)
-        before = np.cumsum(lengths) - lengths
-        new_row = np.flatnonzero(np.diff(rows, prepend=-1))
-        columns = before - np.repeat(before[new_row], np.diff(np.append(new_row, rows.size)))
         ends = np.bincount(rows, lengths, minlength=len(windows)).astype(np.int64)
         if np.any(starts + lengths > self.file.tokens) or np.any(starts < 0) or np.any(ends > width):
             raise self._damaged()
-        ids = np.zeros((len(windows), width), self.file.id_type)
-        self.file.read_pieces(ids.reshape(-1), rows * width + columns, starts, lengths)
-        counts = None
-        if self.file.has_mask:
-            counts = np.zeros(ids.shape, np.uint8)
-            self.file.read_mask(counts.reshape(-1), rows * width + columns, starts, lengths)
+        ids = self._rows(self.file.read_pieces(starts, lengths), ends)
+        counts = self._rows(self.file.read_mask(starts, lengths), ends) if self.file.has_mask else None
+        before = np.cumsum(lengths) - lengths
+        columns = before - (np.cumsum(ends) - ends)[rows]
         behind = np.flatnonzero(columns)
         return Gathered(ids, rows[behind], columns[behind], ends, counts)
+
+    def _rows(self, read: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """What was read of rows that are `ends` (N,) long, one after the other -> (N, T + 1), 0 behind the ends. Most
+        rows are full, and those between two that are not are copied together."""
+        width = self.seq_len + 1
+        if read.size == len(ends) * width:
+            return read.reshape(-1, width)
+        rows = np.zeros(len(ends) * width, read.dtype)
+        short = np.flatnonzero(ends < width)
+        read_ends, row_ends = np.cumsum(ends)[short], short * width + ends[short]
+        begin = row_begin = 0
+        for end, row_end, next_row in zip(read_ends.tolist(), row_ends.tolist(), (short + 1).tolist(), strict=True):
+            rows[row_begin:row_end] = read[begin:end]
+            begin, row_begin = end, next_row * width
+        rows[row_begin:] = read[begin:]
+        return rows.reshape(-1, width)
 
     def read_index_ahead(self) -> None:
         if hasattr(os, "posix_fadvise"):

@@ -65,28 +65,28 @@ class PartedFile(TokenFile):
             raise IndexError(f"window {i} of {self.windows(seq_len)}")
         return self.ids[i * seq_len : (i + 1) * seq_len + 1]
 
-    def read_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
-        self._read_by_part(TokenFile.read_pieces, out, at, begins, lengths)
+    def read_pieces(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return self._read_by_part(TokenFile.read_pieces, self.id_type, begins, lengths)
 
-    def read_mask(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
-        self._read_by_part(TokenFile.read_mask, out, at, begins, lengths)
+    def read_mask(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return self._read_by_part(TokenFile.read_mask, np.dtype(np.uint8), begins, lengths)
 
     def _read_by_part(
-        self, read: Callable[..., None], out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray
-    ) -> None:
+        self, read: Callable[..., np.ndarray], dtype: np.dtype, begins: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        out = np.empty(int(lengths.sum()), dtype)
+        at = np.cumsum(lengths) - lengths
         for number, part in enumerate(self.parts):
             first, stop = int(self._begins[number]), int(self._begins[number + 1])
             # Of a piece that crosses a border each part reads its share.
             low, high = np.maximum(begins, first), np.minimum(begins + lengths, stop)
             mine = low < high
             sizes = (high - low)[mine]
-            # A part looks through all of what it fills.
-            filled = np.empty(int(sizes.sum()), out.dtype)
-            places = np.cumsum(sizes) - sizes
-            read(part, filled, places, low[mine] - first, sizes)
-            targets = (at + low - begins)[mine].tolist()
-            for target, place, size in zip(targets, places.tolist(), sizes.tolist(), strict=True):
-                out[target : target + size] = filled[place : place + size]
+            found = read(part, low[mine] - first, sizes)
+            places, targets = np.cumsum(sizes) - sizes, (at + low - begins)[mine]
+            for target, place, size in zip(targets.tolist(), places.tolist(), sizes.tolist(), strict=True):
+                out[target : target + size] = found[place : place + size]
+        return out
 
     def ends_of_documents(self) -> Iterator[np.ndarray]:
         for number, part in enumerate(self.parts):

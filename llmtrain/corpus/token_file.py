@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, Usage
 from llmtrain.storage.reading import open_file
 
 OURS = "flat u{bits} ids with a manifest"
+
+# Of some hundred pieces those that are looked at before the disk is asked for all. Where a twentieth of the file is not in
+# the page cache, these few are all there in one of five cases; then the twentieth is waited for.
+LOOKED_AT = 32
 
 
 def _size(path: Path) -> int:
@@ -85,19 +90,18 @@ def _check_mask(path: Path, tokens: int) -> None:
         )
 
 
-def _read_pieces(
-    fd: int, path: Path, out: np.ndarray, at: np.ndarray, begins: np.ndarray, sizes: np.ndarray
-) -> None:
-    """Copies pieces of a file, in bytes, to the places `at` of `out`. Raises BadData, StorageFailure."""
+def _read_pieces(fd: int, path: Path, begins: np.ndarray, sizes: np.ndarray) -> bytes:
+    """Pieces of a file, in bytes, one after the other. Raises BadData, StorageFailure."""
     # Read and not copied out of the mapping: of a large file most windows lie in pages that were never mapped, and
-    # mapping them costs several times as much, grows the process, and kills it where the file was truncated.
-    view = out.data.cast("B")
+    # mapping them costs several times as much, grows the process, and kills it where the file was truncated. Every
+    # operation of Python between two reads shows, so there is none.
     try:
-        for to, begin, nbytes in zip(at.tolist(), begins.tolist(), sizes.tolist(), strict=True):
-            if os.preadv(fd, [view[to : to + nbytes]], begin) != nbytes:
-                raise _truncated(path, os.fstat(fd).st_size)
+        data = b"".join(map(os.pread, repeat(fd), sizes.tolist(), begins.tolist()))
     except OSError as error:
         raise read_error(error, path) from error
+    if len(data) != sizes.sum():
+        raise _truncated(path, os.fstat(fd).st_size)
+    return data
 
 
 class TokenFile:
@@ -252,29 +256,30 @@ class TokenFile:
         return self._flat[i * seq_len : (i + 1) * seq_len + 1]
 
     def gather(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
-        """windows (N,) int64 -> their ids, a copy (N, seq_len + 1), every one below `vocab_size`.
+        """windows (N,) int64 -> their ids, (N, seq_len + 1), read-only, every one below `vocab_size`.
 
         Raises BadData naming the position of an id that is not, or when the file was truncated since it was opened.
         """
-        ids = np.empty((len(windows), seq_len + 1), self.id_type)
-        at = np.arange(len(windows)) * (seq_len + 1)
-        self.read_pieces(ids.reshape(-1), at, windows * seq_len, np.full(len(windows), seq_len + 1))
+        ids = self.read_pieces(windows * seq_len, np.full(len(windows), seq_len + 1))
+        return ids.reshape(len(windows), seq_len + 1)
+
+    def read_pieces(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Pieces (N,) int64, `begins` and `lengths` in tokens of the file -> the ids of one after the other, (M,) of
+        `id_type`, read-only. Raises BadData as `gather`."""
+        width = self.id_type.itemsize
+        data = _read_pieces(self._descriptor, self.path, width * begins + self.ids.offset, width * lengths)
+        ids = np.frombuffer(data, self.id_type)
+        if ids.size and int(ids.max()) >= self.vocab_size:
+            place = int(np.argmax(ids >= self.vocab_size))
+            ends = np.cumsum(lengths)
+            piece = int(np.searchsorted(ends, place, side="right"))
+            raise self._beyond(int(begins[piece] + lengths[piece] - ends[piece]) + place)
         return ids
 
-    def read_pieces(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
-        """Copies the ids of pieces (N,), `begins` and `lengths` in tokens of the file, to the places `at` (N,), which
-        rise, of `out` (M,) of `id_type`. Raises BadData as `gather`."""
-        width = self.id_type.itemsize
-        _read_pieces(self._descriptor, self.path, out, width * at, width * begins + self.ids.offset, width * lengths)
-        if out.size and int(out.max()) >= self.vocab_size:
-            place = int(np.argmax(out >= self.vocab_size))
-            piece = int(np.searchsorted(at, place, side="right")) - 1
-            raise self._beyond(int(begins[piece]) + place - int(at[piece]))
-
-    def read_mask(self, out: np.ndarray, at: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
-        """As `read_pieces`, of a file with a mask: 1 for each token that counts in the loss and 0 for the others, into
-        `out` (M,) uint8."""
-        _read_pieces(self._mask, mask_path(self.path), out, at, begins, lengths)
+    def read_mask(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """As `read_pieces`, of a file with a mask: 1 for each token that counts in the loss and 0 for the others, (M,)
+        uint8."""
+        return np.frombuffer(_read_pieces(self._mask, mask_path(self.path), begins, lengths), np.uint8)
 
     def _beyond(self, token: int) -> BadData:
         return BadData(
@@ -344,14 +349,23 @@ class TokenFile:
         return none, none
 
     def read_ahead(self, begins: np.ndarray, lengths: np.ndarray) -> None:
-        """Asks the system to bring pieces (N,), in tokens, into the page cache. The thread that asks may wait for the
-        disk's queue, but no other (mmap.madvise would hold Python's lock meanwhile)."""
-        if not hasattr(os, "posix_fadvise"):
+        """Asks the system to bring pieces (N,), in tokens, into the page cache, unless some of them, looked at, are all
+        there. The thread that asks may wait for the disk's queue, but no other (mmap.madvise would hold Python's lock
+        meanwhile)."""
+        places = (self.id_type.itemsize * begins + self.ids.offset).tolist()
+        if not hasattr(os, "posix_fadvise") or self._are_cached(places[:: max(1, len(places) // LOOKED_AT)]):
             return
         fd, advise, willneed = self._descriptor, os.posix_fadvise, os.POSIX_FADV_WILLNEED
-        offsets, sizes = self.id_type.itemsize * begins + self.ids.offset, self.id_type.itemsize * lengths
-        for begin, length in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        for begin, length in zip(places, (self.id_type.itemsize * lengths).tolist(), strict=True):
             advise(fd, begin, length, willneed)
+
+    def _are_cached(self, places: list[int]) -> bool:
+        """Whether the bytes at all of these places can be read without the disk."""
+        byte = bytearray(1)
+        try:
+            return all(os.preadv(self._descriptor, [byte], place, os.RWF_NOWAIT) for place in places)
+        except (OSError, AttributeError):  # it is not, or one cannot ask here
+            return False
 
     def verify(self) -> Iterator[int]:
         """Reads it all and compares with manifest and index; yields the bytes of each piece when found sound.

@@ -65,9 +65,7 @@ class Concat:
     def gather(self, windows: np.ndarray, pieces: Pieces | None = None) -> Gathered:
         ids, counts = self.file.gather(windows, self.seq_len), None
         if self.file.has_mask:
-            rows, starts, lengths = self.pieces(windows)
-            counts = np.empty(ids.shape, np.uint8)
-            self.file.read_mask(counts.reshape(-1), rows * (self.seq_len + 1), starts, lengths)
+            counts = self.file.read_mask(*self.pieces(windows)[1:]).reshape(ids.shape)
         return Gathered(ids, *self.file.borders(windows, ids), None, counts)
 
     def read_index_ahead(self) -> None:

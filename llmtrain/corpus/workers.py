@@ -35,7 +35,7 @@ from llmtrain.corpus.reading import read_whole
 from llmtrain.corpus.streams import Damage, Progress
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage import errors
-from llmtrain.storage.errors import STOP_SIGNALS, InternalError, LlmtrainError
+from llmtrain.storage.errors import STOP_SIGNALS, InternalError, LlmtrainError, write_error
 
 # The worker's program. It finds modules where this process does, whatever the current folder holds.
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llmtrain.corpus.workers import main; main(int(sys.argv[1]))"
@@ -156,8 +156,8 @@ def encode_blocks(
     block_bytes: int,
     check: Callable[[], None],
 ) -> Generator[Task, None, None]:
-    """The blocks in their order, encoded with an engine like that one. The reading of blocks never runs further ahead of the
-    taking of results than a few blocks a worker.
+    """The blocks in their order, encoded with an engine like that one. The reading of blocks never runs further ahead
+    of the taking of results than a few blocks a worker.
 
     `check` is called several times a second and may raise, to stop. Raises what reading and encoding raise, and
     InternalError where a worker dies.
@@ -255,10 +255,14 @@ def _died(worker: _Worker) -> InternalError:
 
 
 def _shared(buffers: Iterable[Any]) -> int:
-    """A descriptor of memory that holds these bytes."""
+    """A descriptor of memory that holds these bytes. Raises StorageFailure where the system has none."""
     memory = os.memfd_create("llmtrain") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
-    with open(memory, "wb", closefd=False) as file:
-        file.writelines(buffers)
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.writelines(buffers)
+    except OSError as error:
+        os.close(memory)
+        raise write_error(error, "memory that is shared with the workers") from error
     return memory
 
 

@@ -138,7 +138,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int, engines: tuple[str
             commands.start(KINDS[kind] | {"engine": engine, "workers": 1}, stdin)
             commands.finish()
             expected[kind, engine] = files(folder / "out"), time.perf_counter() - begin
-        while killed < kills:
+        while killed < kills or not all(runs.values()):  # at last every kind has come to its end
             kind, engine = list(expected)[sum(runs.values()) % len(expected)]
             wanted, seconds = expected[kind, engine]
             prepare(commands, kind, engine)

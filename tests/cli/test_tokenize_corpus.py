@@ -1,5 +1,6 @@
 """`train-tokenizer` and `tokenize-corpus` as processes: exit codes, one line an error, what a stopped run leaves."""
 
+import errno
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import zstandard
 
 import llmtrain
+from llmtrain.cli import main
 
 ROOT = Path(llmtrain.__file__).parent.parent
 # Fixed text, so that the documents chosen by their content are the same everywhere.
@@ -141,13 +143,31 @@ def test_a_tokenizer_that_does_not_fit_u16_is_told_another_name(here: Path, toke
     assert left() == []
 
 
-def test_a_disk_that_is_full_leaves_nothing(here: Path):
+def test_a_disk_that_is_full_leaves_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real = os.write
+
+    def write(descriptor: int, data: bytes | memoryview) -> int:
+        if isinstance(data, memoryview):  # ids, and not the journal
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    assert main.run(["tokenize-corpus"]) == 74
+    err = capsys.readouterr().err
+    assert err.startswith("llmtrain: error: data/corpus.u16: ") and err.count("\n") == 1
+    assert left() == []
+
+
+def test_where_workers_cannot_be_given_memory_that_is_one_line(here: Path):
     def limit_file_size() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
-    assert "data/corpus.u16" in refused(74, "tokenize-corpus", preexec_fn=limit_file_size)
+    line = refused(74, "tokenize-corpus", preexec_fn=limit_file_size)
+    assert "memory that is shared with the workers: cannot be written: " in line and "ulimit -f" in line
     assert left() == []
 
 

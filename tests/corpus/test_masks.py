@@ -245,8 +245,7 @@ def test_shards_are_one_file_with_one_mask(here):
     parts = TokenFile.open("pairs.u16")
     ids, mask = joined(expected(PAIRS))
     assert parts.has_mask and parts.ids[:].tolist() == ids and sum(parts.verify()) == 3 * len(ids)
-    found = np.empty(len(ids), np.uint8)
-    parts.read_mask(found, np.array([0]), np.array([0]), np.array([len(ids)]))
+    found = parts.read_mask(np.array([0]), np.array([len(ids)]))
     assert found.tolist() == mask
     tokenize(replace(both, shard="2/2", prompt_field=None, completion_field=None, text_field="completion"))
     with pytest.raises(ConfigMismatch, match="another choice of what counts in the loss"):
