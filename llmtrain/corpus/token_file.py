@@ -36,7 +36,7 @@ from llmtrain.storage.reading import open_file
 
 OURS = "flat u{bits} ids with a manifest"
 
-# Of some hundred pieces those that are looked at before the disk is asked for all. Where a twentieth of the file is not in
+# So many of some hundred pieces are looked at before the disk is asked for all. Where a twentieth of the file is not in
 # the page cache, these few are all there in one of five cases; then the twentieth is waited for.
 LOOKED_AT = 32
 
