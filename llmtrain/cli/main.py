@@ -92,9 +92,9 @@ def switch_debug_on(ctx: click.Context, param: click.Parameter, value: bool) -> 
 def cli() -> None:
     """Pretrain small language models on one box: text in, a trained model out.
 
-    Exit codes: 0 finished, 2 wrong usage, 65 bad data, 66 input missing, 70 internal error, 71 the machine
-    computes wrong, 73 output cannot be created, 74 I/O error or disk full, 75 stopped on request (--resume goes on), 78
-    the configuration does not fit what is on disk, 79 training diverged.
+    Exit codes: 0 finished, 2 wrong usage, 65 bad data, 66 input missing, 69 another process of the run is gone, 70
+    internal error, 71 the machine computes wrong, 73 output cannot be created, 74 I/O error or disk full, 75 stopped on
+    request (--resume goes on), 78 the configuration does not fit what is on disk, 79 training diverged.
     """
 
 
