@@ -96,6 +96,31 @@ def bubble(stages: int, micro_batches: int, schedule: str, chunks: int = 2) -> f
     return {"1f1b": share, "interleaved": share / chunks, "zero-bubble": share / 3}[schedule]
 
 
-def pipeline_s(compute_s: float, stages: int, micro_batches: int, schedule: str = "1f1b") -> float:
-    """A step of `compute_s` on one card, cut into even stages; activations travel beside the computation."""
-    return compute_s / stages * (1 + bubble(stages, micro_batches, schedule))
+def pipeline_s(
+    compute_s: float, ranks: int, micro_batches: int, schedule: str = "1f1b", dearest: float | None = None,
+    hop_s: float = 0.0,
+) -> float:  # fmt: skip
+    """A step of `compute_s` on one card, shared by the `ranks` of a pipeline; `dearest`: the largest share of one, an
+    even one by default; `hop_s`: seconds that a micro-batch's activations take to the next stage.
+
+    In 1F1B a rank waits for what it exchanges, there and back for each micro-batch; the other schedules exchange
+    twice as often, beside the computation.
+    """
+    compute = compute_s * (1 / ranks if dearest is None else dearest) * (1 + bubble(ranks, micro_batches, schedule))
+    hops = 2 * (micro_batches + ranks - 1) * hop_s
+    return compute + hops if schedule == "1f1b" else max(compute, 2 * hops)
+
+
+def hop_bytes(rows: int, d_model: int, itemsize: int = 2) -> int:
+    """Of a micro-batch of so many tokens on its way from a stage to the next, or of their gradient on its way back."""
+    return rows * d_model * itemsize
+
+
+def pipelines_s(pipeline: float, parameters: int, ranks: int, cluster: Cluster) -> float:
+    """A step of several pipelines of `ranks` cards that take `pipeline` seconds each: then every card adds up its
+    stages' gradients with the cards that have the same. Those are neighbours, the next stage may be in another box."""
+    copies = cluster.cards // ranks
+    if copies == 1:
+        return pipeline
+    of_stage = Cluster(copies, min(cluster.cards_of_box, copies), cluster.near, cluster.far)
+    return pipeline + of_stage.sum_s(4 * parameters / ranks)

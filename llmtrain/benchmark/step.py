@@ -45,7 +45,10 @@ def distinct_steps(accumulate: int) -> int:
 class RandomSteps:
     """A TrainStep and batches for it; a call is one step, and does not wait for the device."""
 
-    def __init__(self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0,
+        build: Callable[..., TrainStep] = TrainStep.build,
+    ) -> None:  # fmt: skip
         self.shape = shape
         self.attention = timing.attention
         check_precision(timing.precision, timing.fp8_scaling, shape.seq_len, device)
@@ -60,7 +63,7 @@ class RandomSteps:
             attention=self.backend.name,
             device=device,
         )
-        self.step = TrainStep.build(
+        self.step = build(
             shape.model,
             OptimizerConfig(),
             batch_size=shape.batch_size,

@@ -55,6 +55,9 @@ def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
     first = int(os.environ.get("RANK", "0")) == 0
     with Supervisor.of(os.environ) if first else Supervisor() as supervisor:
         config = configuration(given, preset_path(preset) if preset else None, resume)
+        if world_size() > 1:
+            # Where a rank is lost torch would warn in stacks of C++, which bury the line that names it.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from llmtrain.training.run import train  # imports torch, which a mistake in the configuration need not wait for
 
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.choice import TRITON, choose
-from llmtrain.kernels.weight import gradient_buffer
+from llmtrain.kernels.weight import gradient_buffer, waits
 
 try:
     import triton
@@ -314,6 +314,8 @@ def eight_bit(weight: Tensor, x: Tensor) -> EightBitWeight | None:
 def deliver_eight_bit_product(weight: Tensor, eight: EightBitWeight, dy_t: Operand, x_t: Operand) -> Tensor | None:
     """As `deliver_product`, of dy_t (out, N) and x_t (in, N) in eight bits. The product leaves the matmul in FP32 and,
     as no eight-bit matmul adds to what is there, is added by a pass of its own from the second micro-batch on."""
+    if waits(weight, lambda: deliver_eight_bit_product(weight, eight, dy_t, x_t)):
+        return None
     buffer, overwrite = gradient_buffer(weight)
     if buffer is not None and overwrite:
         eight.weight_gradient(dy_t, x_t, out=buffer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmtrain.kernels import choice
 from llmtrain.kernels.choice import REFERENCE, TRITON, choose
-from llmtrain.kernels.weight import gradient_buffer, gradient_dtype, operand
+from llmtrain.kernels.weight import gradient_buffer, gradient_dtype, operand, waits
 
 try:
     import triton
@@ -197,6 +197,8 @@ def deliver_grouped_product(
     """The gradient of weight (E, out, in): of each expert, the sum over its places of dy (M, out) times x (M, in), put
     where it belongs; an expert without any gets zeros. `dy_rows`, `x_rows` (M,) int32: the row of dy, of x, at each
     place, where they are not in that order themselves. Returns what autograd should get."""
+    if waits(weight, lambda: deliver_grouped_product(weight, dy, x, ends, dy_rows, x_rows)):
+        return None
     buffer, overwrite = gradient_buffer(weight)
     out = torch.empty(weight.shape, dtype=gradient_dtype(weight), device=dy.device) if buffer is None else buffer
     add = buffer is not None and not overwrite

@@ -12,7 +12,7 @@ with FP32 sums multiplies them exactly. So a run shows what MXFP8 does to a loss
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.weight import deliver_product
+from llmtrain.kernels.weight import deliver_product, waits
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -118,4 +118,6 @@ def input_gradient(mx: MxWeight, dy: Tensor) -> Tensor:
 
 def deliver_mx_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """As `deliver_product`, of dy (N, out) and x (N, in), both rounded in blocks of rows; N is a multiple of BLOCK."""
+    if waits(weight, lambda: deliver_mx_product(weight, dy, x)):
+        return None
     return deliver_product(weight, rounded(dy, 0), rounded(x, 0))

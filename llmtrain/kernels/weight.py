@@ -5,10 +5,48 @@ compute dtype, rebuilt after every write of the master) and, at the start of a s
 first op that delivers a gradient then overwrites the buffer, later ones add: no memset, and no read of what is about
 to be replaced. A weight without `grad_stale` works too: its gradient goes back through autograd as usual, whatever its
 `grad` holds.
+
+A pipeline may want the products that are weights' gradients later than the gradients of activations: inside `put_off`
+they are kept as calls instead of made.
 """
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+_waiting: list[Callable[[], object]] | None = None
+
+
+@contextmanager
+def put_off() -> Iterator[list[Callable[[], object]]]:
+    """A list that the products for weights' gradients come into while a backward runs inside the block, for `make_up`
+    after it. Each holds until then the tensors that it multiplies."""
+    global _waiting
+    assert _waiting is None
+    waiting: list[Callable[[], object]] = []
+    _waiting = waiting  # not by thread: the backward on a card runs in another
+    try:
+        yield waiting
+    finally:
+        _waiting = None
+
+
+@torch.no_grad()
+def make_up(products: list[Callable[[], object]]) -> None:
+    """Makes what was put off, in order; the list is empty then."""
+    while products:
+        products.pop(0)()
+
+
+def waits(weight: Tensor, deliver: Callable[[], object]) -> bool:
+    """Whether `deliver`, which puts a product into the gradient buffer of `weight`, was kept for later. Its operands
+    must stay as they are."""
+    if _waiting is None or weight.grad is None or getattr(weight, "grad_stale", None) is None:
+        return False
+    _waiting.append(deliver)
+    return True
 
 
 def operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,6 +107,8 @@ def deliver_product(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     dy: (N, out), x: (N, in), both of one dtype. On CUDA the product leaves the matmul in FP32, so that micro-batches
     add up unrounded; CPU matmuls have no such epilogue, there one product is rounded to the compute dtype.
     """
+    if waits(weight, lambda: deliver_product(weight, dy, x)):
+        return None
     buffer, overwrite = gradient_buffer(weight)
     if buffer is None:
         dtype = gradient_dtype(weight)

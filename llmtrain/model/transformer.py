@@ -8,6 +8,7 @@ all but what is cheap for its bytes, "full" only each block's input: the block r
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -241,7 +242,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks `layers` of a model, with or without its embedding and its head: a pipeline stage is the same class.
+    """Blocks `layers` of a model, with or without its embedding and its head: a stage of a pipeline is the same class.
 
     Parameters carry the names and initial values they have in the whole model.
     """
@@ -252,7 +253,7 @@ class Transformer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: range | None = None,
+        layers: Iterable[int] | None = None,
         embedding: bool = True,
         head: bool = True,
         device: torch.device | str = "cpu",

@@ -9,12 +9,13 @@ from llmtrain.storage.errors import UsageError
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Room, Unit, memory_of, needs
 from llmtrain.training.parallel import Grid
+from llmtrain.training.stages import check_micro_batches, stages_of, words
 
 
 @dataclass(frozen=True)
 class Arrangement:
     mode: str
-    """"" of a process alone, else ddp or fsdp."""
+    """"" of a process alone, else ddp, fsdp or pipeline."""
     grid: Grid
     why: str
 
@@ -24,6 +25,8 @@ class Arrangement:
         if self.mode == "ddp":
             return f"ddp, {grid.copies} ranks with the whole model each: {self.why}"
         copies = f", {grid.copies} such copies" if grid.copies > 1 else ""
+        if self.mode == "pipeline":
+            return f"pipeline, {grid.stages} ranks have the layers{copies}, without CUDA graphs: {self.why}"
         return f"fsdp, {grid.shards} ranks share out the weights{copies}, without CUDA graphs: {self.why}"
 
 
@@ -39,6 +42,8 @@ def arrange(
     run = config.run
     if ranks == 1:
         return ALONE
+    if run.parallel == "pipeline":
+        return _pipelines(config, ranks)
     copies = Grid(copies=ranks)
     if run.parallel == "ddp":
         return Arrangement("ddp", copies, "as asked")
@@ -71,3 +76,22 @@ def _shards(config: TrainConfig, ranks: int) -> Grid:
     if ranks % shards:
         raise UsageError(f"--shard-ranks {shards} does not divide the {ranks} ranks: give a number that does, or 0")
     return Grid(copies=ranks // shards, shards=shards)
+
+
+def _pipelines(config: TrainConfig, ranks: int) -> Arrangement:
+    run = config.run
+    stages = run.pipeline_ranks or ranks
+    if stages < 2 or ranks % stages:
+        raise UsageError(
+            f"--pipeline-ranks {stages} does not divide the {ranks} ranks into pipelines of two or more: give a number "
+            "that does, or 0"
+        )
+    if run.batch_size == "auto":
+        raise UsageError(
+            "--batch-size auto: a pipeline's stages need several micro-batches of a step at once, so their size is for "
+            "you to choose: give a number"
+        )
+    grid = Grid(stages=stages, copies=ranks // stages)
+    check_micro_batches(run.micro_batches(grid.copies), stages, run.pipeline_schedule)
+    cut = stages_of(config, stages)
+    return Arrangement("pipeline", grid, f"{run.pipeline_schedule}, {words(cut, stages, run.pipeline_schedule)}")

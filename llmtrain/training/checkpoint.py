@@ -79,7 +79,8 @@ def _entries_of(folder: Path) -> list[Path]:
 def not_finite(large: Mapping[str, Stretch]) -> str | None:
     """The name of the first buffer that holds a NaN or an infinity."""
     # A norm makes no copy as isfinite would, and keeps NaN.
-    norms = ((name, float(torch.linalg.vector_norm(one.buffer, math.inf))) for name, one in large.items())
+    filled = ((name, one.buffer) for name, one in large.items() if len(one.buffer))  # a head by itself has no momentum
+    norms = ((name, float(torch.linalg.vector_norm(buffer, math.inf))) for name, buffer in filled)
     return next((name for name, norm in norms if not math.isfinite(norm)), None)
 
 

@@ -6,6 +6,7 @@ corpus is compared by content, so it may move.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ DEFINES = {"defines_run": True}
 
 Precision = Literal["bf16", "fp32", "fp8", "mxfp8"]
 Fp8Scaling = Literal["tensorwise", "rowwise", "block"]
+PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Attention = Literal["auto", "cudnn", "cudnn-graph", "flash", "efficient", "triton", "reference"]
 
 
@@ -184,12 +186,20 @@ class RunConfig:
     """Device batches summed on each rank before one optimizer step."""
     global_batch_size: int | None = None
     """Sequences of one optimizer step; derives accumulate."""
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    parallel: Literal["auto", "ddp", "fsdp", "pipeline"] = "auto"
     """How the ranks that torchrun starts share the work: ddp: each has the whole model and a part of every step; fsdp:
-    weights, gradients and moments are shared out too, and gathered block by block; auto: ddp where that is predicted to
-    fit each rank's memory, else fsdp."""
+    weights, gradients and moments are shared out too, and gathered block by block; pipeline: each
+    has some of the layers and hands micro-batches on; auto: ddp where that is predicted to fit each rank's memory, else
+    fsdp."""
     shard_ranks: int = 0
     """With fsdp: ranks that have the model together, neighbours; the others have copies of it. 0: all ranks."""
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    """In which order the stages of a pipeline run the micro-batches of a step. interleaved: two stages a rank, so that
+    ranks wait half as long for each other; zero-bubble: two as well, there and back, and weights' gradients fill the
+    gaps."""
+    pipeline_ranks: int = 0
+    """Ranks that have the stages of one model; the others are further pipelines, which share the step's sequences; 0:
+    all ranks."""
     rank_timeout: float = 120.0
     """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
     precision: Precision = field(default="bf16", metadata=DEFINES)
@@ -273,6 +283,10 @@ class RunConfig:
     def sequences_per_step(self) -> int:
         return self.global_batch_size or of_auto(self.batch_size) * self.accumulate
 
+    def micro_batches(self, ranks: int) -> int:
+        """Of each rank in a whole step, where so many share its sequences."""
+        return math.ceil(self.sequences_per_step / (self.micro_batch_size * ranks))
+
     @property
     def micro_batch_size(self) -> int:
         """batch_size, once auto has become a number."""
@@ -342,7 +356,7 @@ def tables_for_resume(saved: Tables, asked: Tables, ranks: int = 1) -> Tables:
     if "accumulate" in of_step and "global_batch_size" not in of_step:
         run.pop("global_batch_size", None)
         if ranks > 1:
-            run["global_batch_size"] = sequences_per_step(run) * ranks
+            run["global_batch_size"] = sequences_per_step(run) * (ranks // of_pipeline(run, ranks))
             del run["accumulate"]
     elif of_step or ranks > 1:
         run.pop("accumulate", None)
@@ -388,11 +402,17 @@ def keep_the_step(given: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return given | {"accumulate": 1, "global_batch_size": of_step}
 
 
+def of_pipeline(run: dict[str, Any], ranks: int) -> int:
+    """Of so many ranks, those that see the same sequences as they have the stages of one model; `run`: the table. What
+    cannot be is refused elsewhere."""
+    return min(run.get("pipeline_ranks") or ranks, ranks) if run.get("parallel") == "pipeline" else 1
+
+
 def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The same run, whose batch_size and accumulate are those of each of `ranks`."""
+    """The same run, whose batch_size and accumulate are those of each of `ranks`, or of each pipeline of them."""
     if ranks == 1 or config.run.global_batch_size is not None:
         return config
-    whole = config.run.sequences_per_step * ranks
+    whole = config.run.sequences_per_step * (ranks // of_pipeline(dataclasses.asdict(config.run), ranks))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, accumulate=1, global_batch_size=whole))
 
 

@@ -17,7 +17,8 @@ import torch
 
 from llmtrain.model.memory import MemoryPlan, evaluation_memory, state_bytes, training_memory
 from llmtrain.storage.errors import LlmtrainError, MemoryTaken, UsageError
-from llmtrain.training.config import TrainConfig
+from llmtrain.training.config import TrainConfig, of_pipeline, world_size
+from llmtrain.training.stages import memory_of_rank
 
 GIB = 2**30
 MARGIN = {"cuda": (1.08, GIB), "cpu": (1.2, GIB // 2)}
@@ -99,9 +100,10 @@ def _limits() -> Iterator[Room]:
 
 
 def memory_of(
-    config: TrainConfig, batch_size: int, attention: str, device: torch.device, shards: int = 1
+    config: TrainConfig, batch_size: int, attention: str, device: torch.device, shards: int = 1, ranks: int = 0
 ) -> MemoryPlan:
-    """The plan of a micro-batch of `batch_size` sequences; attention: the backend; shards: as Room has them."""
+    """The plan of a micro-batch of `batch_size` sequences; attention: the backend; shards: as Room has them. Of a
+    pipeline that of a whole step, on the rank that needs most; ranks: of the run, 0: as many as there are."""
     run, shape = config.run, (config.model, batch_size, config.data.seq_len)
     plan = training_memory(
         *shape,
@@ -125,6 +127,9 @@ def memory_of(
         # Captured graphs hold on to what the step takes at its peak: an evaluation comes on top.
         beside = evaluation_memory(*shape, precision=run.precision, attention=attention, device=device)
         plan = dataclasses.replace(plan, evaluation=beside)
+    ranks = ranks or world_size()
+    if (stages := of_pipeline(dataclasses.asdict(run), ranks)) > 1:
+        return memory_of_rank(plan, config, batch_size, 4 if run.precision == "fp32" else 2, stages, ranks // stages)
     return plan
 
 

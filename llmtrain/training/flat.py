@@ -64,6 +64,8 @@ class FlatParameters:
     shard: which of how many parts of the rows of each matrix are here; vectors are always whole.
     """
 
+    of_all_layers = True
+    """Whether something of each layer's parameters is here."""
     keeps_narrow = True
     """Whether the copies in the compute dtype lie here, where that is another than the masters'."""
     n_sharded = 0

@@ -72,6 +72,8 @@ class AdamW:
         """What a checkpoint holds of `small`, or of a copy of it, as JSON takes it. Waits for the device."""
         tally, _, *of_spikes = small or self.small
         magnitudes = {"magnitudes": of_spikes.pop().tolist()} if self.flat.scaling else {}
+        if not self.flat.of_all_layers:
+            magnitudes = {}
         count, skipped, in_a_row = tally.tolist()
         counts = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row, **magnitudes}
         return counts | ({"spikes": self.spikes.counts(of_spikes)} if self.spikes else {})
@@ -85,7 +87,9 @@ class AdamW:
         self.in_a_row.fill_(counts.get("skipped_in_a_row", 0))
         if self.spikes:
             self.spikes.set_counts(counts.get("spikes"))
-        if self.flat.scaling and "magnitudes" in counts:  # a branch of a run in another precision has none
+        # A branch of a run in another precision has none, nor has a pipeline, whose ranks would each have others: there
+        # scales begin anew.
+        if self.flat.scaling and self.flat.of_all_layers and "magnitudes" in counts:
             self.flat.scaling.history.copy_(torch.tensor(counts["magnitudes"]))
 
     def update(self, sums: Tensor) -> Tensor:

@@ -111,6 +111,15 @@ class World:
         except RuntimeError as error:
             raise self._lost(error) from error
 
+    def first_and_last(self) -> dist.ProcessGroup | None:
+        """The first and the last rank of this rank's pipeline, on these two; asked for by all ranks at once."""
+        mine = None
+        for first in range(self.data_ranks):
+            ends = [first, self.size - self.data_ranks + first]
+            group = dist.new_group(ends)
+            mine = group if self.rank in ends else mine
+        return mine
+
     def group(self, name: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in their "stage", "copy" or "shard" alone."""
         assert self.mesh is not None
@@ -134,11 +143,14 @@ class World:
         self._watch.before_sum(gradients.is_cuda)
         if sharded and self.grid.copies > 1:
             self._add(gradients[:sharded], over=self.group("copy"))
-        self._add(gradients[sharded:], sums, over=self._data)
+        if self.data_ranks > 1:
+            self._add(gradients[sharded:], sums, over=self._data)
         self._watch.after_sum(gradients.is_cuda)
 
     def take_highest(self, tensor: Tensor) -> None:
         """Raises each number to the highest of the ranks of a stage, in place; as `add_gradients`."""
+        if self.data_ranks == 1:
+            return
         try:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, self._data)
         except RuntimeError as error:
@@ -283,6 +295,30 @@ class World:
         """This rank goes on, and says so again `within` seconds; None: as soon as --rank-timeout wants it."""
         if self._watch is not None:
             self._watch.alive(within)
+
+    @contextmanager
+    def waiting(self, waits: bool = True) -> Iterator[None]:
+        """Inside the block this rank waits for others, or with False does not. Of ranks that wait for one another and
+        do not go on, one that does not wait is named."""
+        if self._watch is None:
+            yield
+            return
+        before, self._watch.waits = self._watch.waits, waits
+        try:
+            yield
+        finally:
+            self._watch.waits = before
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Inside the block an exchange with a rank that is gone becomes the line that names it, or says so where the
+        store has gone with it. What a rank's own computing raises comes with a cause, and stays as it is."""
+        try:
+            yield
+        except RuntimeError as error:
+            if error.__cause__ is not None or self._watch is None:
+                raise
+            raise self._lost(error) from error
 
     def ready(self, micro_batch: float) -> None:
         """The first step is done; its micro-batches took so many seconds each."""

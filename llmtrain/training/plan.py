@@ -137,7 +137,9 @@ def make_plan(
         card=card,
         pace=pace,
         attention=attention,
-        memory=memory_of(config, config.run.micro_batch_size, attention.name, device, room.shards),
+        memory=memory_of(
+            config, config.run.micro_batch_size, attention.name, device, room.shards, parallel.grid.ranks
+        ),
         room=room,
         on_card=device.type == "cuda",
         parallel=parallel,
@@ -148,6 +150,11 @@ def checkpoint_bytes(config: TrainConfig, shards: int = 1) -> int:
     """Masters and moments in FP32, of several shards one's; headers and state.json are small beside them."""
     optimizer = config.optimizer
     return sum(state_bytes(config.model, optimizer.optimizer, bool(optimizer.ema_decay), shards).values())
+
+
+def saved_bytes(memory: MemoryPlan) -> int:
+    """Of a checkpoint, what a rank writes."""
+    return sum(memory.fixed.get(name, 0) for name in ("weights", "moments", "average"))
 
 
 PRECISION_WORDS = {
@@ -244,7 +251,7 @@ def describe(
         schedule_line(config, plan.total_steps),
         *(corpus_lines(order, plan.total_samples) if order else []),
         *memory_lines(plan.memory, plan.room, plan.on_card),
-        f"saving      {in_bytes(checkpoint_bytes(config, plan.room.shards))} of "
+        f"saving      {in_bytes(saved_bytes(plan.memory))} of "
         f"{'pinned' if plan.on_card else 'more'} host memory hold what is written while training goes on",
         disk_line(config, plan.total_steps, checkpoints, free),
         cost_line(config, plan),
@@ -298,10 +305,11 @@ def attention_line(config: TrainConfig, plan: Plan) -> str:
 def step_line(config: TrainConfig, plan: Plan) -> str:
     size, seq_len = config.run.micro_batch_size, config.data.seq_len
     micro = math.ceil(plan.sequences_per_step / (size * plan.ranks))
+    sharers = "pipelines" if plan.parallel.grid.stages > 1 else "ranks"
     return (
         f"step        {plan.sequences_per_step} sequences x {seq_len} = {plan.sequences_per_step * seq_len:,} tokens, "
         f"in {micro} micro-batch{'es' if micro > 1 else ''} of {size}"
-        + (f" on each of {plan.ranks} ranks" if plan.ranks > 1 else "")
+        + (f" on each of {plan.ranks} {sharers}" if plan.ranks > 1 else "")
     )
 
 

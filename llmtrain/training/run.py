@@ -65,8 +65,9 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     parallel = arrange(config, attention.name, device, room, world.size, world.least)
     if parallel.grid.parts > 1 and (data.val_choices or data.val_text):
         raise UsageError(
-            "--val-choices and --val-text need the whole model on each rank, which --parallel fsdp does not leave: "
-            "leave them out, and evaluate the checkpoints with `llmtrain evaluate`"
+            "--val-choices and --val-text need the whole model on each rank, which "
+            f"--parallel {parallel.mode} does not leave: leave them out, and evaluate the checkpoints with "
+            "`llmtrain evaluate`"
         )
     world.arrange(parallel.grid, device)
     room = dataclasses.replace(room, shards=parallel.grid.shards)
@@ -203,6 +204,11 @@ def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> flo
     return seconds
 
 
+def _seconds_in_silence(run: Started, seconds: float, micro_batches: int) -> float:
+    """Of a step of so many seconds, those in which a rank says nothing."""
+    return seconds if run.step.in_one_go else seconds / micro_batches
+
+
 def _say_pace(run: Started, plan: Plan, log: RunLog, micro_batches: int, seconds: float) -> None:
     """A step on a CPU may take many minutes, and shows nothing before it is done."""
     if run.device.type == "cpu" and micro_batches * seconds > LONG_STEP:
@@ -256,7 +262,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 continue
             if run.at_step == 0:
                 log.line(f"step 0: evaluates {held_out.name} on {what_is_read(held_out, run.config)}")
-            found = validate(step.model, held_out, run.config, run.device, goes_on, world)
+            found = validate(step, held_out, run.config, run.device, goes_on, world)
             if found is None:
                 world.stop_at(run.at_step)
                 return False
@@ -325,7 +331,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 own_tokens += batch.sequences * seq_len
                 if verifies:
                     replay.keep(batch)
-                if i == 0 and run.at_step + 1 == first and micro_batches > 1:
+                if i == 0 and run.at_step + 1 == first and micro_batches > 1 and not step.in_one_go:
                     _say_pace(run, plan, log, micro_batches, time.perf_counter() - began)
             step.optimizer_step(lr)
             run.at_step += 1
@@ -341,8 +347,9 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
             last = run.at_step == plan.total_steps
             if run.at_step == first:
                 seconds = _say_first_step(run, log, tokens(), began)
-                supervisor.ready(seconds / micro_batches)
-                world.ready(seconds / micro_batches)
+                silence = _seconds_in_silence(run, seconds, micro_batches)
+                supervisor.ready(silence)
+                world.ready(silence)
             if run.at_step % settings.log_every == 0 or run.at_step == first or last:
                 figures = step.metrics()
                 flops = plan.flops(pairs / own_tokens if own_tokens else plan.pairs_per_token)

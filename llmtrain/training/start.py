@@ -5,10 +5,11 @@ import functools
 import gc
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,6 @@ from llmtrain.corpus.packing import Packed, open_or_build
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend
-from llmtrain.model.evaluation import evaluate
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic
@@ -31,12 +31,14 @@ from llmtrain.training import checkpoint, devices, fit, origin
 from llmtrain.training.config import TrainConfig, eight_bit, refuse_another_run, to_tables, to_toml
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
-from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan, steps_of_run
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 from llmtrain.training.together import Together
 from llmtrain.training.validate import HeldOut
+
+if TYPE_CHECKING:
+    from llmtrain.training.pipeline import Place
 
 MAX_SEQ_LEN = (1 << 31) - 1
 """Positions are 32-bit numbers."""
@@ -320,19 +322,21 @@ def start(
     auto: a micro-batch that turns out not to fit is made smaller. Raises what `fit.refusal` does."""
     world = world or World()
     corpus = corpus_identity(list(order.sources))
-    model = Transformer(config.model, device="meta")
+    place = place_of(config, world)
+    model = Transformer(config.model, device="meta") if place is None else place.part(config.model)
     model.checkpoint_activations = config.run.checkpoint_activations
     if world.grid.shards > 1:  # who try a step out together try the same one
         config, auto = fit.with_batch_size(config, world.least(config.run.micro_batch_size)), False
     with fit.or_refused(config, attention.name, device, room):
-        flat = parameters_of(config, model, device, world)
+        flat = parameters_of(config, model, device, world, place)
         optimizer = optimizer_of(flat, config.optimizer, config.model)
-    parts = (model, flat, optimizer, attention, device, room)
+    build = TrainStep if place is None else place.step
+    parts = (functools.partial(build, model, flat, optimizer), attention, device, room)
     config, train_step, trial = fitting_step(config, *parts, auto, world.data_ranks)
     if (least := world.least(config.run.micro_batch_size)) < config.run.micro_batch_size:
         del train_step
         config, train_step, trial = fitting_step(fit.with_batch_size(config, least), *parts, False, world.size)
-    if not world.alone:
+    if not world.alone and place is None:
         train_step.add_up = functools.partial(world.add_gradients, sharded=flat.n_sharded)
         train_step.take_highest = world.take_highest
 
@@ -386,8 +390,23 @@ def start(
     return Started(config, order, validation, device, attention, train_step, at_step, corpus, notes, world, trial)
 
 
-def parameters_of(config: TrainConfig, model: Transformer, device: torch.device, world: World) -> FlatParameters:
-    """All parameters on `device`, or this rank's shard of them."""
+def place_of(config: TrainConfig, world: World) -> "Place | None":
+    """What this rank has of a pipeline; None where there is none. Raises RankLost."""
+    if world.grid.stages == 1:
+        return None
+    from llmtrain.training.pipeline import Place  # who has one card need not wait for torch's schedules
+
+    run = config.run
+    micro_batches = run.micro_batches(world.data_ranks)
+    return Place.of(
+        world, config.model, config.data.seq_len, run.checkpoint_activations, run.pipeline_schedule, micro_batches
+    )
+
+
+def parameters_of(
+    config: TrainConfig, model: Transformer, device: torch.device, world: World, place: "Place | None" = None
+) -> FlatParameters:
+    """All parameters on `device`, or this rank's shard of them, or those of its stages."""
     precision = config.run.precision
     dtype = COMPUTE_DTYPES[precision]
     if world.grid.shards > 1:
@@ -395,22 +414,22 @@ def parameters_of(config: TrainConfig, model: Transformer, device: torch.device,
 
         assert world.mesh is not None
         return ShardedParameters(model, device, dtype, world.mesh["shard"])
-    return FlatParameters(model, device, dtype, eight_bit=eight_bit(config.run), mx=precision == "mxfp8")
+    build = FlatParameters if place is None else place.parameters
+    return build(model, device, dtype, eight_bit=eight_bit(config.run), mx=precision == "mxfp8")
 
 
 def fitting_step(
     config: TrainConfig,
-    model: Transformer,
-    flat: FlatParameters,
-    optimizer: AdamW,
+    build: Callable[..., TrainStep],
     attention: Backend,
     device: torch.device,
     room: fit.Room,
     auto: bool,
     ranks: int = 1,
 ) -> tuple[TrainConfig, TrainStep, dict[str, Any]]:
-    """The step, after a trial of all that a run does at its largest shapes, and its configuration: with `auto` another
-    micro-batch than it came with, where that one did not fit. The third: what the trial says of itself."""
+    """The step that `build` makes, after a trial of all that a run does at its largest shapes, and its configuration:
+    with `auto` another micro-batch than it came with, where that one did not fit. The third: what the trial says of
+    itself."""
     tried = []
     while True:
         size = config.run.micro_batch_size
@@ -419,7 +438,7 @@ def fitting_step(
         try:
             with fit.or_refused(config, attention.name, device, room):
                 data = config.data
-                step = TrainStep(model, flat, optimizer, size, data.seq_len, document_mask=data.document_mask)
+                step = build(size, data.seq_len, document_mask=data.document_mask)
                 memory = fit.memory_of(config, size, attention.name, device, room.shards)
                 try_out(step, memory, data.evaluates)
         except LlmtrainError:
@@ -445,8 +464,6 @@ def try_out(step: TrainStep, memory: MemoryPlan, evaluates: bool) -> None:
         torch.empty(memory.peak - sum(memory.fixed.values()), dtype=torch.uint8)
         return
     beside = torch.empty(memory.fixed["copy to verify"], dtype=torch.uint8, device=step.ids.device)
-    step.try_out()
-    if evaluates:
-        evaluate(step.model, [(step.ids, step.targets, step.doc_start)])
+    step.try_out(evaluates)
     torch.cuda.synchronize()
     del beside  # the allocator keeps it for who needs it

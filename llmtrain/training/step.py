@@ -6,13 +6,14 @@ outlives a replay (parameters, gradients, moments, inputs, sums) is allocated ou
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from llmtrain.kernels.cross_entropy import IGNORED
 from llmtrain.model.config import CheckpointActivations, ModelConfig
+from llmtrain.model.evaluation import EvaluationSums, evaluate
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import Fp8Scaling, OptimizerConfig
 from llmtrain.training.fit import out_of_memory
@@ -37,6 +38,9 @@ def make_deterministic() -> None:
 
 class TrainStep:
     """`micro_step` as often as the step has micro-batches, then `optimizer_step`. Neither waits for the device."""
+
+    in_one_go = False
+    """Whether the micro-batches are computed in `optimizer_step`, rather than each as it comes."""
 
     def __init__(
         self,
@@ -119,6 +123,10 @@ class TrainStep:
         if self.doc_start is not None:
             assert doc_start is not None
             self.doc_start.copy_(doc_start, non_blocking=True)
+        self.run_micro(first)
+
+    def run_micro(self, first: bool) -> None:
+        """The micro-step on what is in the inputs."""
         if self.wants_capture and not self.graphs:
             self._capture()
         if first and self.flat.scaling is not None and self.flat.scaling.fresh:
@@ -171,9 +179,10 @@ class TrainStep:
         end.synchronize()
         return begin.elapsed_time(end)
 
-    def try_out(self) -> None:
+    def try_out(self, evaluates: bool = False) -> None:
         """A step of each kind at the run's shapes, captured where it will be, that shows whether they fit: before the
-        first, and before the weights are there. Nothing counts in it but the memory. Raises what its lack raises."""
+        first, and before the weights are there. Nothing counts in it but the memory; with `evaluates` an evaluation's
+        too. Raises what its lack raises."""
         # Ids as spread as a text's: summing the gradients of one and the same row is slow.
         self.ids.view(-1).copy_(torch.arange(self.ids.numel(), device=self.ids.device) % self.model.config.vocab_size)
         self.targets.fill_(IGNORED)
@@ -181,8 +190,19 @@ class TrainStep:
             self._capture()
         else:
             self._warm_up()
+        if evaluates:
+            self._try_evaluation()
         self.sums.zero_()
         self.last.zero_()
+
+    def _try_evaluation(self) -> None:
+        self.evaluate([(self.ids, self.targets, self.doc_start)])
+
+    def evaluate(
+        self, batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], token_bytes: Tensor | None = None
+    ) -> EvaluationSums:
+        """As `model.evaluation.evaluate`, between two steps."""
+        return evaluate(self.model, batches, token_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last step, and the only wait for the device. Losses are means over its targets, in nats;

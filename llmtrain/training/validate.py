@@ -11,11 +11,12 @@ from llmtrain.corpus.batches import held_out_batches
 from llmtrain.corpus.choices import Choices, accuracies, right_answers
 from llmtrain.corpus.kinds import HeldOutText, sums_by_kind
 from llmtrain.corpus.order import Source
-from llmtrain.model.evaluation import EvaluationSums, evaluate, total
+from llmtrain.model.evaluation import EvaluationSums, total
 from llmtrain.model.likelihood import Row, likelihoods
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.parallel import World
+from llmtrain.training.step import TrainStep
 
 HeldOut = Source | Choices | HeldOutText
 Figures = dict[str, float]
@@ -35,16 +36,16 @@ def what_is_read(held_out: HeldOut, config: TrainConfig) -> str:
 
 
 def validate(
-    model: Transformer, held_out: HeldOut, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
+    step: TrainStep, held_out: HeldOut, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
     world: World,
 ) -> dict[str, Figures] | None:
     """Name -> figures, as an eval line has them, that of `held_out` as a whole last; None where `goes_on`, asked before
     each batch and at the end, said no on any rank. All ranks share the work."""
     if isinstance(held_out, Choices):
-        return _answers(model, held_out, config, device, goes_on, world)
+        return _answers(step.model, held_out, config, device, goes_on, world)
     if isinstance(held_out, HeldOutText):
-        return _text(model, held_out, config, device, goes_on, world)
-    figures = _token_file(model, held_out, config, device, goes_on, world)
+        return _text(step.model, held_out, config, device, goes_on, world)
+    figures = _token_file(step, held_out, config, device, goes_on, world)
     return None if figures is None else {held_out.name: figures}
 
 
@@ -67,7 +68,7 @@ def _figures(sums: EvaluationSums) -> Figures:
 
 
 def _token_file(
-    model: Transformer, source: Source, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
+    step: TrainStep, source: Source, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
     world: World,
 ) -> Figures | None:
     batches = held_out_batches(
@@ -81,7 +82,7 @@ def _token_file(
         return mine if world.grid.parts == 1 else not world.any(device, not mine)
 
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
-    sums = evaluate(model, itertools.takewhile(lambda _: all_go_on(), batches), table)
+    sums = step.evaluate(itertools.takewhile(lambda _: all_go_on(), batches), table)
     whole = goes_on()
     nats, targets, of_bytes, broken, no_table = world.totals(
         device, sums.nats, sums.targets, sums.bytes, not whole, table is None

@@ -25,6 +25,7 @@ BEAT = 1.0
 """Seconds between two signs of life of a rank."""
 LAST = 30.0
 """Seconds that rank 0 waits in the end for the others to end."""
+STORE_GONE = "the store of the ranks is gone, and with it the launcher or rank 0"
 SLOW, SLOW_MS = 1.2, 2.0
 """A rank that computes so many times as long as the median one, and so many ms longer, holds up all of them."""
 
@@ -39,6 +40,8 @@ class Watch(threading.Thread):
         self.run_dir, self.device = run.run_dir, device
         self.patience = self.silence = float(run.rank_timeout)
         self.step = 0
+        self.waits = False
+        """Whether the main thread is where it waits for other ranks."""
         self.path = run.run_dir / "ranks" / f"rank-{rank:05d}.log"
         self._log: TextIO | None = None
         self._over = threading.Event()
@@ -103,13 +106,16 @@ class Watch(threading.Thread):
         self.join(2 * BEAT)
 
     def find_lost(self) -> str:
-        """Which rank it is that a sum has failed for: one that says so, or one whose beats have ended; "": none."""
+        """Which rank it is that a sum has failed for: one that says so, or one whose beats have ended; or that the
+        store is gone in which to look; "": none."""
         before = self._read_beats()
         end = time.monotonic() + 4 * BEAT
         while time.monotonic() < end:
-            with suppress(RuntimeError):
+            try:
                 if self.store.check(["failed"]):
                     return str(json.loads(self.store.get("failed"))["text"])
+            except RuntimeError:
+                return f"{STORE_GONE}, in step {self.step + 1}"
             time.sleep(BEAT / 10)
         after = self._read_beats()
         dead = [rank for rank in range(self.size) if before.get(rank) == after.get(rank)]
@@ -144,7 +150,7 @@ class Watch(threading.Thread):
                 store_lost = store_lost or now
                 if now - store_lost > 5 * BEAT:
                     reason = str(error).splitlines()[0]
-                    text = f"the store of the ranks is gone, and with it the launcher or rank 0: {reason}"
+                    text = f"{STORE_GONE}: {reason}"
                     return self._end(text, RankLost.exit_code)
 
     def _beat(self) -> None:
@@ -155,7 +161,7 @@ class Watch(threading.Thread):
                 self._own.append(before.elapsed_time(event))
         own = statistics.median(self._own) if self._own else None
         self._beats += 1
-        beat = {"n": self._beats, "sums": self._sums, "step": self.step, "ms": own}
+        beat = {"n": self._beats, "sums": self._sums, "step": self.step, "ms": own, "waits": self.waits}
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read(self, key: str) -> str:
@@ -186,6 +192,8 @@ class Watch(threading.Thread):
             silent = [rank for rank, beat in self._read_beats().items() if rank != self.rank and beat == beats[rank]]
             if silent:
                 return f"{self._named(silent[0])} is dead or frozen: nobody has gone on {where}"
+            behind = [rank for rank in behind if not beats[rank]["waits"]]
+        if len(behind) in (0, len(reached)):
             return f"no rank has gone on {where}: all have reached the same sum, so see to the network between them"
         more = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
         return f"{self._named(behind[0])}{more} has not gone on {where}, and the others wait for it"

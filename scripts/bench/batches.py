@@ -133,6 +133,7 @@ def child_scale(path: str, packing: str, seq_len: int, batches: int) -> dict:
     from llmtrain.model.config import ModelConfig
     from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
     from llmtrain.training.devices import pick_attention
+    from llmtrain.training.fit import room
     from llmtrain.training.plan import describe as plan_lines
     from llmtrain.training.plan import make_plan
     from llmtrain.training.start import open_corpus
@@ -146,7 +147,7 @@ def child_scale(path: str, packing: str, seq_len: int, batches: int) -> dict:
     )  # fmt: skip
     config, order, _ = open_corpus(config)
     attention = pick_attention("auto", "bf16", config.model, seq_len, device, True)
-    plan = make_plan(config, order, device, "cpu", attention)
+    plan = make_plan(config, order, device, "cpu", attention, room(device))
     lines = plan_lines(config, plan, order, "cpu", 0)
     with stream_of(order, batches * BATCH_TOKENS, True) as stream:
         next(stream)

@@ -1,15 +1,18 @@
 """One card against many: tokens a second by ranks, what a sum over them costs, and a model of larger clusters.
 
     python scripts/bench/parallel.py --ranks 2 [--rows weak-1 weak-8 strong] [--output docs/scaling.md]
+    python scripts/bench/parallel.py --ranks 2 --rows fsdp-1b ddp-1b pipeline-1b interleaved-1b zero-bubble-1b
+    python scripts/bench/parallel.py --ranks 2 --rows ddp-1b-full pipeline-1b-full ddp-1b-full-fp8 pipeline-1b-full-fp8
     python scripts/bench/parallel.py --ranks 2 --checks      # the same losses on one and many; saved on many, gone on
     python scripts/bench/parallel.py --smoke                 # a tiny model over gloo on the CPU
 
 Each measurement starts its ranks anew: one card, all ranks, one card again (what the two differ by is the floor). With
-several ranks a step is timed with its sum over them and without, in turns. Rows measured before stay in the JSON, each
-with the machine it was taken on.
+several ranks a step of data parallel is timed with its sum over them and without, in turns. Rows measured before stay
+in the JSON, each with the machine it was taken on.
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -19,41 +22,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.benchmark.data import skewed_tokens
-from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.scaling import (
-    Cluster,
-    Link,
-    SumPoint,
-    bubble,
-    data_parallel_s,
-    fit_link,
-    fsdp_s,
-    pipeline_s,
-    ring,
-)
+from llmtrain.benchmark.machine import describe
+from llmtrain.benchmark.scaling_tables import markdown
 from llmtrain.benchmark.step import RandomSteps, model_figures
-from llmtrain.benchmark.tables import data_path, table, write_table
+from llmtrain.benchmark.tables import data_path, write_table
 from llmtrain.benchmark.timing import burst, steps_for
 from llmtrain.corpus.batches import micro_batches
-from llmtrain.model.config import ModelConfig
-from llmtrain.model.flops import parameter_counts
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint
-from llmtrain.training.config import OptimizerConfig, RunConfig
+from llmtrain.training.config import OptimizerConfig, PipelineSchedule, Precision, RunConfig
 from llmtrain.training.devices import pick_device
 from llmtrain.training.flat import FlatParameters
+from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
-from llmtrain.training.parallel import World, world_of
+from llmtrain.training.parallel import Grid, World, world_of
+from llmtrain.training.pipeline import build_step
 from llmtrain.training.replay import bit_hash
+from llmtrain.training.sharded import ShardedParameters
+from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 
 MODEL_102M = ModelConfig(
     vocab_size=32000, d_model=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, d_ff=1408, max_seq_len=1024
@@ -62,37 +59,66 @@ MODEL_1B = ModelConfig(
     vocab_size=32000, d_model=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, d_ff=8192, max_seq_len=2048
 )
 MODEL_SMOKE = ModelConfig(
-    vocab_size=512, d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=128, max_seq_len=64
+    vocab_size=512, d_model=64, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=128, max_seq_len=64
 )
 SUM_BYTES = (4 << 20, 32 << 20, 128 << 20, 408 << 20)
-# Assumed of what is not here, and said so in the page: eight cards a box on NVLink, 400 Gb/s of network a card, and
-# boxes without NVLink over PCIe 5.
-FAR = Link(10e-6, 50e9)
-PCIE = Link(10e-6, 25e9)
-CARDS_OF_BOX = 8
-SIZES = (8, 64, 1024)
 STEPS = 200
+KINDS: dict[str, tuple[str, PipelineSchedule]] = {
+    "ddp": ("ddp", "1f1b"), "pipeline": ("pipeline", "1f1b"), "interleaved": ("pipeline", "interleaved"),
+    "zero-bubble": ("pipeline", "zero-bubble"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. strong: the step keeps its tokens, so each rank has its share of the batch."""
+    """A line of the table. strong: the step keeps its tokens, so each rank has its share of the micro-batches, or of
+    the one that there is; in a pipeline all of them."""
 
     name: str
     shape: Shape
     strong: bool = False
     target: str = ""
+    parallel: Literal["ddp", "fsdp", "pipeline"] = "ddp"
+    schedule: PipelineSchedule = "1f1b"
+    precision: Precision = "bf16"
+    checkpoint_activations: CheckpointActivations = "none"
 
     def of_rank(self, ranks: int) -> Shape:
-        return replace(self.shape, batch_size=max(1, self.shape.batch_size // ranks)) if self.strong else self.shape
+        if not self.strong or self.parallel == "pipeline":
+            return self.shape
+        if self.shape.accumulate % ranks == 0:
+            return replace(self.shape, accumulate=self.shape.accumulate // ranks)
+        return replace(self.shape, batch_size=max(1, self.shape.batch_size // ranks))
+
+    def tokens(self, ranks: int) -> int:
+        """Of a step of all ranks."""
+        return self.shape.tokens_per_step * (1 if self.strong else ranks)
+
+    @property
+    def alone(self) -> "Row":
+        """What one rank runs to compare with."""
+        return replace(self, name="", target="", strong=False, parallel="ddp", schedule="1f1b")
+
+
+def of_kinds(shape: Shape, suffix: str = "", **more: Any) -> list[Row]:
+    """The same step by every way to share it."""
+    return [
+        Row(f"{name}{suffix}", shape, strong=True, parallel=parallel, schedule=schedule, **more)
+        for name, (parallel, schedule) in KINDS.items()
+    ]
 
 
 def rows_of(smoke: bool) -> list[Row]:
     if smoke:
         shape = Shape(MODEL_SMOKE, 4, 64)
-        return [
+        rows = [
             Row("weak-1", shape), Row("weak-8", replace(shape, accumulate=8)), Row("strong", shape, strong=True),
+            Row("fsdp", shape, parallel="fsdp"),
+            *of_kinds(replace(shape, accumulate=4)),
+            *of_kinds(replace(shape, accumulate=4), "-full", checkpoint_activations="full"),
         ]  # fmt: skip
+        return [replace(row, precision="fp32") for row in rows]
+    step_1b = Shape(MODEL_1B, 8, 2048, accumulate=16)
     shape = Shape(MODEL_102M, 64, 1024)
     return [
         Row("weak-1", shape, target="1.93, goal 1.97 on two"),
@@ -100,6 +126,11 @@ def rows_of(smoke: bool) -> list[Row]:
         Row("strong", shape, strong=True),
         Row("strong-262144", replace(shape, accumulate=4), strong=True),
         Row("weak-1b", Shape(MODEL_1B, 8, 2048)),
+        Row("fsdp-1b", Shape(MODEL_1B, 8, 2048), parallel="fsdp"),
+        *of_kinds(step_1b, "-1b"),
+        *of_kinds(step_1b, "-1b-fp8", precision="fp8"),
+        *of_kinds(step_1b, "-1b-full", checkpoint_activations="full"),
+        *of_kinds(step_1b, "-1b-full-fp8", checkpoint_activations="full", precision="fp8"),
     ]
 
 
@@ -119,20 +150,65 @@ def time_sums(world: World, device: torch.device, sizes: tuple[int, ...]) -> lis
     return points
 
 
+def build_on(row: Row, world: World, device: torch.device) -> Callable[..., TrainStep]:
+    """What makes the step of a rank, as `TrainStep.build` does alone."""
+    if world.alone:
+        return TrainStep.build
+    if row.parallel == "pipeline":
+        world.arrange(Grid(stages=world.size), device)
+        return functools.partial(build_step, world, row.schedule, row.shape.accumulate)
+    world.arrange(Grid(shards=world.size) if row.parallel == "fsdp" else Grid(copies=world.size), device)
+
+    def build(model_config: ModelConfig, optimizer_config: OptimizerConfig, **named: Any) -> TrainStep:
+        if row.parallel == "fsdp":
+            step = sharded_step(world, model_config, optimizer_config, **named)
+        else:
+            step = TrainStep.build(model_config, optimizer_config, **named)
+        step.add_up = functools.partial(world.add_gradients, sharded=step.flat.n_sharded)
+        step.take_highest = world.take_highest
+        return step
+
+    return build
+
+
+def sharded_step(
+    world: World, model_config: ModelConfig, optimizer_config: OptimizerConfig, *, batch_size: int, seq_len: int,
+    precision: str, fp8_scaling: str, device: torch.device, seed: int, checkpoint_activations: CheckpointActivations,
+) -> TrainStep:  # fmt: skip
+    """As `TrainStep.build`, of this rank's shard; fp8 it does not do."""
+    assert precision != "fp8", fp8_scaling
+    assert world.mesh is not None
+    model = Transformer(model_config, device="meta")
+    model.checkpoint_activations = checkpoint_activations
+    flat = ShardedParameters(model, device, COMPUTE_DTYPES[precision], world.mesh["shard"])
+    flat.init_weights(model, seed)
+    flat.refresh_narrow()
+    return TrainStep(model, flat, optimizer_of(flat, optimizer_config, model_config), batch_size, seq_len)
+
+
 def time_row(row: Row, world: World, device: torch.device, timing: TimingConfig) -> dict[str, Any]:
-    """Bursts with the sum over the ranks and without, in turns; the time of each is that of the slowest rank."""
+    """Bursts, of data parallel with the sum over the ranks and without, in turns, and single steps; the time of each is
+    that of the slowest rank."""
     shape = row.of_rank(world.size)
-    steps = RandomSteps(shape, timing, device)
-    arms = {"apart": None} if world.alone else {"apart": None, "together": world.add_gradients}
+    steps = RandomSteps(shape, timing, device, build=build_on(row, world, device))
+    together = steps.step.add_up
+    arms = {"apart": None} if world.alone else {"together": together}
+    if row.parallel == "ddp":
+        arms["apart"] = None
     count = world.least(steps_for(steps, timing.seconds, device, warmup=timing.warmup))
+
+    def seconds(number: int) -> float:
+        world.totals(device, 0.0)
+        return -world.least(-round(burst(steps, number, device).wall_s / number * 1e9)) / 1e9
+
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     for turn in range(timing.bursts):
         for arm in sorted(arms, reverse=turn % 2 == 1):
             steps.step.add_up = arms[arm]
-            world.totals(device, 0.0)
-            wall = burst(steps, count, device).wall_s / count
-            taken[arm].append(-world.least(-round(wall * 1e9)) / 1e9)
-    return {"shape": asdict(shape), "ranks": world.size, "steps": count, "step_s": taken}
+            taken[arm].append(seconds(count))
+    steps.step.add_up = together
+    single = [seconds(1) for _ in range(4 * timing.bursts)]
+    return {"shape": asdict(shape), "ranks": world.size, "steps": count, "step_s": taken, "single_s": single}
 
 
 def hash_state(folder: Path, world: World, device: torch.device) -> list[int]:
@@ -151,7 +227,7 @@ def hash_state(folder: Path, world: World, device: torch.device) -> list[int]:
 def work(args: argparse.Namespace) -> None:
     """A rank: rank 0 prints a JSON line for each thing it has measured."""
     known = {row.name: row for row in rows_of(args.smoke)}
-    timing = TimingConfig(seconds=args.seconds, bursts=args.bursts, precision="fp32" if args.smoke else "bf16")
+    timing = TimingConfig(seconds=args.seconds, bursts=args.bursts, warmup=2 if args.smoke else 5)
     with world_of(RunConfig(run_dir=Path(args.folder), device="cpu" if args.smoke else "auto"), pick_device) as (
         world,
         device,
@@ -166,10 +242,18 @@ def work(args: argparse.Namespace) -> None:
             sums = time_sums(world, device, tuple(s // 64 for s in SUM_BYTES) if args.smoke else SUM_BYTES)
             if world.first:
                 print(json.dumps({"sums": sums}), flush=True)
-        for name in args.rows:
-            result = time_row(known[name], world, device, timing)
+        alone: dict[Row, dict[str, Any]] = {}  # rows may share what one rank runs
+        for row in (known[name] for name in args.rows):
+            timing = replace(timing, precision=row.precision, checkpoint_activations=row.checkpoint_activations)
+            if world.alone and row.alone in alone:
+                result = alone[row.alone]
+            else:
+                result = time_row(row.alone if world.alone else row, world, device, timing)
+                alone[row.alone] = result
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
             if world.first:
-                print(json.dumps({"row": name, **result}), flush=True)
+                print(json.dumps({"row": row.name, **result}), flush=True)
 
 
 # The side that starts them.
@@ -223,16 +307,19 @@ def measure_rows(args: argparse.Namespace, machine: dict, folder: str) -> tuple[
         one = [statistics.median(r[name]["step_s"]["apart"]) for r in (before, after)]
         alone, row = statistics.mean(one), known[name]
         together = result["step_s"]["together"]
-        tokens = Shape(**result["shape"] | {"model": row.shape.model}).tokens_per_step * args.ranks
-        tokens_one = row.shape.tokens_per_step
-        step = statistics.median(together)
+        tokens, tokens_one = row.tokens(args.ranks), row.shape.tokens_per_step
+        step, single = statistics.median(together), result["single_s"]
+        apart = result["step_s"].get("apart")
         rows.append({
             "name": name, "strong": row.strong, "target": row.target, "ranks": args.ranks, "shape": result["shape"],
+            "parallel": row.parallel, "schedule": row.schedule, "precision": row.precision,
+            "checkpoint_activations": row.checkpoint_activations, "single_s": single,
+            "step_spread": (max(single) - min(single)) / statistics.median(single),
             "one_step_s": one, "one_shape": asdict(row.shape), "step_s": together, "median_s": step,
-            "apart_s": statistics.median(result["step_s"]["apart"]), "mean_s": statistics.mean(together),
+            "apart_s": statistics.median(apart) if apart else None, "mean_s": statistics.mean(together),
             "spread": (max(together) - min(together)) / step, "floor": abs(one[1] - one[0]) / alone,
             "tok_per_s": tokens / step, "times_one": tokens / step / (tokens_one / alone), "machine": machine,
-            **model_figures(row.shape),
+            **model_figures(row.shape, row.checkpoint_activations),
         })  # fmt: skip
         told = f"{name}: {rows[-1]['times_one']:.3f} times one on {args.ranks}, floor {rows[-1]['floor']:.2%}"
         print(told, flush=True)
@@ -303,108 +390,6 @@ def run_checks(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "the ranks' samples together are those of one rank, in order": order == list(range(997)),
     }  # fmt: skip
     return found
-
-
-# What a page is made of.
-
-
-def prediction(row: dict, link: Link) -> float:
-    """The model's step: that of the ranks without their sum, and the sum."""
-    size = 4 * row["parameters"]
-    return row["apart_s"] + ring(row["ranks"], size, link)
-
-
-def modelled(rows: list[dict], link: Link) -> list[list[str]]:
-    """Lines of the table of clusters that there are not."""
-    lines = []
-    for row in rows:
-        if row["strong"]:
-            continue
-        one = statistics.mean(row["one_step_s"])
-        shape = Shape(**row["one_shape"] | {"model": ModelConfig(**row["one_shape"]["model"])})
-        parameters = parameter_counts(shape.model).total
-        for cards in SIZES:
-            near = Cluster(cards, CARDS_OF_BOX, link, FAR)
-            ddp = one / data_parallel_s(one, parameters, near)
-            pcie = one / data_parallel_s(one, parameters, Cluster(cards, CARDS_OF_BOX, PCIE, FAR))
-            fsdp = one / fsdp_s(one, parameters, shape.model.n_layers, shape.accumulate, near)
-            stages = min(8, shape.model.n_layers)
-            micro = 2 * stages
-            pipe = one / stages / pipeline_s(one, stages, micro)
-            lines.append([
-                row["name"], str(cards), f"{ddp:.1%}", f"{pcie:.1%}", f"{fsdp:.1%}", f"{pipe:.1%}",
-                f"{cards * ddp * shape.tokens_per_step / one:,.0f}",
-            ])  # fmt: skip
-    return lines
-
-
-def markdown(data: dict, source: str) -> str:
-    """docs/scaling.md."""
-    rows, points = data["rows"], [SumPoint(**p) for p in data["sums"]]
-    link = fit_link(points)
-    lines = [
-        "# One card and many", "",
-        "**A tiny model over gloo on a CPU: what stands here shows that the script works.**\n" * data["smoke"],
-        f"Made by `scripts/bench/parallel.py` from [{source}]({source}). {headline(data['machine'])}", "",
-        "Each rank has the whole model and its part of every step; between the last micro-batch and the update the "
-        "FP32 gradients are summed over the ranks. `times one` compares tokens a second with one rank's. `floor` is "
-        "what one rank, measured before and after, differs by.", "",
-    ]  # fmt: skip
-    cells = []
-    for row in rows:
-        shape, predicted = row["shape"], prediction(row, link)
-        cells.append([
-            row["name"], "strong" if row["strong"] else "weak", str(row["ranks"]),
-            f"{shape['batch_size']} x {shape['seq_len']} x {shape['accumulate']}", f"{row['parameters'] / 1e6:,.1f}M",
-            f"{1e3 * statistics.mean(row['one_step_s']):.2f}", f"{1e3 * row['mean_s']:.2f}", f"{row['spread']:.1%}",
-            f"{row['tok_per_s']:,.0f}", f"{row['times_one']:.3f}", f"{row['floor']:.2%}", row["target"],
-            f"{1e3 * predicted:.2f}", f"{predicted / row['median_s'] - 1:+.1%}",
-        ])  # fmt: skip
-    header = (
-        "row", "scaling", "ranks", "of a rank", "parameters", "one, ms", "mean, ms", "spread", "tok/s", "times one",
-        "floor", "must", "model, ms", "model off",
-    )  # fmt: skip
-    lines += table(header, cells)
-    lines += ["", "A sum over the ranks alone:", ""]
-    lines += table(
-        ("ranks", "MB", "ms", "GB/s a rank sends", "model, ms"),
-        [
-            [
-                str(p.ranks), f"{p.bytes / 1e6:,.1f}", f"{1e3 * p.seconds:.3f}",
-                f"{2 * (p.ranks - 1) / p.ranks * p.bytes / p.seconds / 1e9:.1f}",
-                f"{1e3 * ring(p.ranks, p.bytes, link):.3f}",
-            ]
-            for p in points
-        ],
-        numbers_from=0,
-    )  # fmt: skip
-    lines += [
-        "", "## The model", "",
-        "A step of data parallel is the step of one card and the sum, which hides behind nothing: of S bytes over n "
-        "cards of a box it takes 2 (n - 1) (latency + S / n / bandwidth). Between boxes each card sums its share of "
-        "the box's result: 2 (b - 1) / b of it over its network, and a tree's latency. FSDP moves, for each "
-        "micro-batch, 8 bytes a parameter beside the computation, so it takes the longer of the two. A pipeline of p "
-        "stages takes (p - 1) / m longer with m micro-batches.", "",
-        f"Fitted here: latency {1e6 * link.latency_s:.0f} us, {link.bytes_per_s / 1e9:.1f} GB/s. Assumed: boxes of "
-        f"{CARDS_OF_BOX}, a network of {FAR.bytes_per_s / 1e9:.0f} GB/s a card with {1e6 * FAR.latency_s:.0f} us, PCIe "
-        f"at {PCIE.bytes_per_s / 1e9:.0f} GB/s. Shares of a perfect n times one card, each card with the batch of the "
-        "row:", "",
-    ]  # fmt: skip
-    lines += table(
-        ("row", "cards", "data parallel", "without NVLink", "FSDP", "pipeline of 8, 16 micro-batches", "tok/s"),
-        modelled(rows, link),
-    )
-    lines += [
-        "", f"A pipeline's bubble with 8 stages and 16 micro-batches: 1F1B {bubble(8, 16, '1f1b'):.1%}, interleaved "
-        f"by 2 {bubble(8, 16, 'interleaved'):.1%}, zero-bubble {bubble(8, 16, 'zero-bubble'):.1%}.", "",
-    ]  # fmt: skip
-    if checks := data.get("checks"):
-        lines += [f"## Runs on one and on {data['check_ranks']}", ""]
-        lines += table(("check", "holds"), [[k, "yes" if v else "**no**"] for k, v in checks["checks"].items()])
-        lines += [""]
-    if data.get("topology"):
-        lines += ["## Topology", "", "```", data["topology"].rstrip(), "```", ""]
-    return "\n".join(lines)
 
 
 def main() -> None:

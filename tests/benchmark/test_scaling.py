@@ -15,7 +15,9 @@ from llmtrain.benchmark.scaling import (
     data_parallel_s,
     fit_link,
     fsdp_s,
+    hop_bytes,
     pipeline_s,
+    pipelines_s,
     ring,
 )
 
@@ -52,13 +54,29 @@ def test_a_pipeline_waits_less_with_more_micro_batches_and_better_schedules():
     assert bubble(8, 16, "1f1b") > bubble(8, 16, "interleaved") > bubble(8, 16, "zero-bubble") > 0
 
 
+def test_a_pipeline_waits_for_what_it_exchanges_and_for_its_dearest_rank():
+    even, link = pipeline_s(8.0, 4, 12), Link(0.0, 1e9)
+    assert pipeline_s(8.0, 4, 12, dearest=0.3) == pytest.approx(1.2 * even)
+    hop = hop_bytes(2048, 1000) / 1e9
+    assert pipeline_s(8.0, 4, 12, hop_s=hop) == pytest.approx(even + 2 * 15 * 2048 * 2000 / 1e9)
+    assert pipeline_s(8.0, 4, 12, "interleaved", hop_s=hop) == pipeline_s(8.0, 4, 12, "interleaved")
+    assert pipeline_s(8.0, 4, 12, "interleaved", hop_s=1.0) == 60
+    one, two = (pipelines_s(even, 10**9, 4, Cluster(cards, 8, link, FAR)) for cards in (4, 8))
+    assert one == even and two == pytest.approx(even + ring(2, 1e9, link))
+
+
 def test_the_script_measures_two_ranks_and_writes_its_page(tmp_path):
     output = tmp_path / "docs" / "scaling.md"
     command = [sys.executable, str(SCRIPT), "--smoke", "--seconds", "0.02", "--bursts", "2", "--rows", "weak-1"]
+    command += ["ddp", "pipeline"]
     done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "docs/data/scaling.json").read_text())
-    (row,) = data["rows"]
-    assert row["ranks"] == 2 and row["times_one"] > 0 and len(row["step_s"]) == 2
+    assert [row["name"] for row in data["rows"]] == ["weak-1", "ddp", "pipeline"]
+    for row in data["rows"]:
+        assert row["ranks"] == 2 and row["times_one"] > 0 and len(row["step_s"]) == 2 and len(row["single_s"]) == 8
     assert len(data["sums"]) == 4 and all(point["seconds"] > 0 for point in data["sums"])
-    assert "| weak-1 | weak | 2 | 4 x 64 x 1 |" in output.read_text()
+    page = output.read_text()
+    assert "| weak-1 | weak | ddp | 2 | 4 x 64 x 1 |" in page
+    assert "| pipeline | strong | pipeline, 1f1b | 2 | 4 x 64 x 4 |" in page
+    assert "tokens | fp32 | none | pipeline, 1f1b | 2 |" in page.split("## Pipelines against data parallel")[1]

@@ -53,6 +53,13 @@ def forks() -> Iterator[Forks]:
         yield forks
 
 
+@pytest.fixture(scope="session")
+def sharing_forks() -> Iterator[Forks]:
+    """For ranks that have parts of one model: what torch needs for that takes seconds to import."""
+    with Forks("llmtrain.training.sharded_muon", "llmtrain.training.pipeline") as forks:
+        yield forks
+
+
 def result(run_dir: Path) -> tuple:
     """What must be the same however often a run was stopped."""
     folder = run_dir / f"checkpoints/step-{STEPS:08d}"

@@ -136,7 +136,8 @@ class Forks:
         self._imports = imports
 
     def __enter__(self) -> "Forks":
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # The level as the command sets it, which is read where torch is imported.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [sys.executable, "-c", SERVER, *self._imports]
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

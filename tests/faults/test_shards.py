@@ -4,12 +4,12 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llmtrain.training import checkpoint
+from llmtrain.training.watch import STORE_GONE
 from tests.faults.forks import Forks
 from tests.faults.test_ranks import OPTIONS, SOON, alone, losses, status
 
@@ -20,9 +20,8 @@ AT_MOST = 180
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("llmtrain.training.sharded_muon") as forks:
-        yield forks
+def forks(sharing_forks: Forks) -> Forks:
+    return sharing_forks
 
 
 FSDP = (*OPTIONS, "--parallel", "fsdp")
@@ -178,7 +177,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before_and_
     codes = run.end(AT_MOST)
     assert codes[victim] == -9 and codes[1 - victim] == 69, run[1 - victim].err
     named = rf"rank {victim} on \S+ \(process {run[victim].pid}, "
-    words = f"{named}|the store of the ranks is gone, and with it the launcher or rank 0"  # which holds it here
+    words = f"{named}|{STORE_GONE}"  # which holds it here
     assert re.search(named if victim else words, run[1 - victim].err)
     folders = {path.name for path in (here / name / "checkpoints").iterdir()}
     assert folders - {"step-00000040.partial"} == {"step-00000020"}
