@@ -1,12 +1,10 @@
 """Text into a token file and, where a share is held out, a second one: the work of `tokenize-corpus`."""
 
-import hashlib
 import os
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
@@ -25,6 +23,7 @@ from llmtrain.corpus.engine import GIGATOKEN, TOKENIZERS, Engine, choose_engine,
 from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown
 from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
 from llmtrain.corpus.reading import read_documents
+from llmtrain.corpus.resuming import Resumed
 from llmtrain.corpus.streams import Progress
 from llmtrain.corpus.token_manifest import held_out_path, manifest_bytes, manifest_path, work_folder
 from llmtrain.corpus.tokenizer import Tokenizer
@@ -206,7 +205,7 @@ def _write_parts(
     known = work.engine or config.append
     probe = Probe() if known else draw(everything, config.reading)
     progress = Progress()
-    stream = _Stream(files, work)
+    stream = Resumed(files, work)
     documents: Iterator[Document] = stream.skip_what_was_read(
         read_documents(files, config.reading, progress, stream.start, unread=bool(known or probe.texts))
     )
@@ -265,48 +264,6 @@ def _warn_of_a_small_disk(config: TokenizeConfig, engine: Engine, probe: Probe, 
             f"{shown(config.output)}: about {in_bytes(expected)} will be written, its disk has {in_bytes(free)} free: "
             "make room in time; should it become full, the same command goes on afterwards"
         )
-
-
-class _Stream:
-    """Streams, which cannot be opened in the middle: the hash of the documents that were read of the one at hand goes
-    into the journal, and is looked at when a stream is given again."""
-
-    def __init__(self, files: list[Input], work: Work) -> None:
-        self._files, self._at, self._digest = files, work.at, work.digest
-        self._file, self._hash = -1, hashlib.sha256()
-        self.digests: deque[str] = deque()
-        """Of each block that was read, in order."""
-        again = work.at[0] < len(files) and files[work.at[0]].size is None
-        self.start = (work.at[0], 0) if again else work.at
-
-    def skip_what_was_read(self, documents: Iterator[Document]) -> Iterator[Document]:
-        if self.start != self._at:
-            for document in documents:
-                if (document.file, document.ordinal) >= self._at:
-                    documents = chain([document], documents)
-                    break
-                self._add(document)
-            if self._hash.hexdigest() != self._digest:
-                name = shown(self._files[self._at[0]].name)
-                raise ConfigMismatch(
-                    f"{name}: does not begin with the text that was read before: give the same again, or remove the "
-                    "folder of the unfinished run to start over"
-                )
-        return documents
-
-    def watch(self, blocks: Iterable[list[Document]]) -> Generator[list[Document], None, None]:
-        for block in blocks:
-            for document in block:
-                if self._files[document.file].size is None:
-                    self._add(document)
-            self.digests.append(self._hash.hexdigest() if self._file == block[-1].file else "")
-            yield block
-
-    def _add(self, document: Document) -> None:
-        if document.file != self._file:
-            self._file, self._hash = document.file, hashlib.sha256()
-        self._hash.update(b"%d %d %d\n" % (document.size, len(document.data), document.prompt))
-        self._hash.update(document.data)
 
 
 def _publish(tokenizer: Tokenizer, work: Work, counts: Counts) -> None:

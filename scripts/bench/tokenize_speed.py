@@ -94,6 +94,8 @@ def measure(arm: str, text: str, tokenizer: str, share: int, folder: Path, cores
         command = [*COMMAND, "tokenize-corpus", "--tokenizer", tokenizer, "--input", text, "--on-bad", "skip"]
         command += ["--engine", "gigatoken", "--output", str(folder / "bench.u16")]
         cores = cores[:2] if arm.endswith(" 2") else cores[:1]
+        for path in folder.glob("bench.*"):  # removing an earlier output is no part of the command's work
+            path.unlink()
     else:
         if arm == "gigatoken":
             share = 1
