@@ -47,9 +47,7 @@ from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import Grid, World, world_of
-from llmtrain.training.pipeline import build_step
 from llmtrain.training.replay import bit_hash
-from llmtrain.training.sharded import ShardedParameters
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 
 MODEL_102M = ModelConfig(
@@ -155,6 +153,8 @@ def build_on(row: Row, world: World, device: torch.device) -> Callable[..., Trai
     if world.alone:
         return TrainStep.build
     if row.parallel == "pipeline":
+        from llmtrain.training.pipeline import build_step  # seconds, which one rank need not wait
+
         world.arrange(Grid(stages=world.size), device)
         return functools.partial(build_step, world, row.schedule, row.shape.accumulate)
     world.arrange(Grid(shards=world.size) if row.parallel == "fsdp" else Grid(copies=world.size), device)
@@ -176,6 +176,8 @@ def sharded_step(
     precision: str, fp8_scaling: str, device: torch.device, seed: int, checkpoint_activations: CheckpointActivations,
 ) -> TrainStep:  # fmt: skip
     """As `TrainStep.build`, of this rank's shard; fp8 it does not do."""
+    from llmtrain.training.sharded import ShardedParameters
+
     assert precision != "fp8", fp8_scaling
     assert world.mesh is not None
     model = Transformer(model_config, device="meta")

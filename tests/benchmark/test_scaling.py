@@ -69,7 +69,7 @@ def test_the_script_measures_two_ranks_and_writes_its_page(tmp_path):
     output = tmp_path / "docs" / "scaling.md"
     command = [sys.executable, str(SCRIPT), "--smoke", "--seconds", "0.02", "--bursts", "2", "--rows", "weak-1"]
     command += ["ddp", "pipeline"]
-    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "docs/data/scaling.json").read_text())
     assert [row["name"] for row in data["rows"]] == ["weak-1", "ddp", "pipeline"]
