@@ -24,7 +24,7 @@ DWELL = """
 import threading, time
 from llmtrain.corpus import batches
 from llmtrain.storage import atomic
-from llmtrain.training import run, start, step, validate
+from llmtrain.training import run, start, step
 
 def dwell(where, name, at, seconds=1.0):
     original, calls = getattr(where, name), [0]

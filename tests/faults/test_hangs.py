@@ -39,7 +39,7 @@ class Watchdog(threading.Thread):
 
 def test_a_compile_an_evaluation_and_a_save_are_no_hang_and_a_frozen_loop_is_one(here, forks, undisturbed, ear):
     slow = "dwell(step.TrainStep, 'micro_step', 1, 0.9)\ndwell(atomic, 'publish_folder', 1, 1.8)\n"
-    slow += "dwell(validate, 'evaluate', 2, 1.8)\ndwell(step.TrainStep, 'micro_step', 18, 1000)"
+    slow += "dwell(step.TrainStep, 'evaluate', 2, 1.8)\ndwell(step.TrainStep, 'micro_step', 18, 1000)"
     asked = (*OPTIONS, "--run-dir", "hung")
     environment = {"NOTIFY_SOCKET": ear.address, "WATCHDOG_USEC": "600000"}
     process = forks.start(here, "hung", *asked, before=DWELL + slow, **environment)

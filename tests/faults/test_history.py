@@ -13,11 +13,11 @@ from tests.faults.conftest import DWELL, OPTIONS, STEPS, result
 # Where each attempt in turn is killed, and the newest checkpoint that it leaves.
 KILLS = [
     ("dwell(start, 'start', 1)", None),
-    ("dwell(validate, 'evaluate', 2)", None),
+    ("dwell(step.TrainStep, 'evaluate', 2)", None),
     ("dwell(step.TrainStep, 'optimizer_step', 6)", 4),
     ("dwell(step.TrainStep, 'micro_step', 8)", 4),
     ("dwell(atomic, 'publish_folder', 1)", 4),
-    ("dwell(validate, 'evaluate', 2)", 8),
+    ("dwell(step.TrainStep, 'evaluate', 2)", 8),
 ]
 
 

@@ -11,14 +11,14 @@ from tests.faults.conftest import DWELL, OPTIONS, result
 # Phase -> (where it dwells, the step whose checkpoint is there in the end). Micro-step 3n + 1 begins step n + 1.
 PHASES = {
     "starting": ("dwell(start, 'start', 1)", 0),
-    "evaluating first": ("dwell(validate, 'evaluate', 1)", 0),
+    "evaluating first": ("dwell(step.TrainStep, 'evaluate', 1)", 0),
     "compiling": ("dwell(step.TrainStep, 'micro_step', 1)", 0),
     "warming up": ("dwell(step.TrainStep, 'micro_step', 5)", 1),
     "between the micro-batches of a step": ("dwell(step.TrainStep, 'micro_step', 17)", 5),
     "updating": ("dwell(step.TrainStep, 'optimizer_step', 6)", 6),
-    "evaluating": ("dwell(validate, 'evaluate', 2)", 3),
+    "evaluating": ("dwell(step.TrainStep, 'evaluate', 2)", 3),
     "saving": ("dwell(atomic, 'publish_folder', 1)", 4),
-    "evaluating last": ("dwell(validate, 'evaluate', 4)", 8),
+    "evaluating last": ("dwell(step.TrainStep, 'evaluate', 4)", 8),
     "waiting for data": ("batches.FILL_TOKENS = 96\ndwell(batches, '_fill', 6, seconds=1000)", 5),
 }
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
