@@ -181,7 +181,7 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
     except OSError as error:
         raise write_error(error, run_dir) from None
     steps = checkpoint.list_steps(run_dir)
-    if steps == [0]:
+    if steps == [0] and _is_imported(checkpoint.folder_of(run_dir, 0)):
         raise ConfigMismatch(
             f"{run_dir}: holds an imported model: begin a run with it in another --run-dir, by --init-from {run_dir}"
         )
@@ -189,6 +189,15 @@ def check_run_dir(run_dir: Path, resume: bool) -> None:
         raise ConfigMismatch(
             f"{run_dir}: holds checkpoints already: add --resume to go on with that run, or name another --run-dir"
         )
+
+
+def _is_imported(folder: Path) -> bool:
+    """Whether the checkpoint is a model that `import` put there: a run that was stopped before its first step has one
+    of step 0 too."""
+    try:
+        return "imported" in checkpoint.read_state(folder)
+    except LlmtrainError:
+        return False  # damaged: resuming says so
 
 
 def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[HeldOut]]:
