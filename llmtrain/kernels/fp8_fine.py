@@ -254,6 +254,6 @@ def refusal(by: str, device: torch.device) -> str | None:
     try:
         fine_mm(x, own, by, True, torch.bfloat16)
         fine_mm(x, x, by, False, torch.float32)
-    except (RuntimeError, ValueError, AttributeError) as error:  # NotImplementedError is a RuntimeError
-        return str(error).strip().splitlines()[0]
+    except (RuntimeError, ValueError, AttributeError) as error:  # by the version of torch
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
