@@ -187,8 +187,11 @@ class Watch(threading.Thread):
         behind = [rank for rank, sums in reached.items() if sums == min(reached.values())]
         where = f"for {seconds:.0f} s, in step {self.step + 1}"
         if len(behind) == len(reached):
-            # Ranks that share a model out wait for each other before the sum too.
-            self._over.wait(4 * BEAT)
+            # Ranks that share a model out wait for each other before the sum too. Of those that look here at the same
+            # time each must go on giving signs of life, or they take one another for dead.
+            for _ in range(4):
+                self._over.wait(BEAT)
+                self._beat()
             silent = [rank for rank, beat in self._read_beats().items() if rank != self.rank and beat == beats[rank]]
             if silent:
                 return f"{self._named(silent[0])} is dead or frozen: nobody has gone on {where}"
