@@ -1,0 +1,53 @@
+"""The script that takes all figures of a card in turn."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "card.py"
+
+
+@pytest.fixture
+def card(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("card", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "card", module)  # where dataclasses look a module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_part_is_a_script_or_a_command_that_is_there(card):
+    for part in card.PARTS:
+        script, *words = part.words.split()
+        assert (card.ROOT / script).is_file() or script == "-m", part.name
+        for word in words:
+            assert not word.startswith(("scripts/", "configs/")) or (card.ROOT / word).exists(), part.name
+        assert ("TOKENS" in part.words) == part.needs_tokens, part.name
+    assert len({part.name for part in card.PARTS}) == len(card.PARTS)
+
+
+def test_parts_run_in_order_while_time_is_left_and_one_that_fails_is_told(card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "docs" / "data").mkdir(parents=True)
+    (tmp_path / "docs" / "old.md").write_text("old")
+    (tmp_path / "good.py").write_text("open('docs/data/new.json', 'w').write('{}'); print('a figure')")
+    (tmp_path / "bad.py").write_text("raise SystemExit('bad: no card')")
+    parts = [("good", 9, "good.py"), ("bad", 9, "bad.py"), ("long", 900, "good.py"), ("short", 9, "good.py TOKENS")]
+    monkeypatch.setattr(card, "PARTS", [card.Part(*part, needs_tokens="TOKENS" in part[2]) for part in parts])
+    monkeypatch.setattr(sys, "argv", ["card.py", "--seconds", "300", "--gather", str(tmp_path / "out")])
+    assert card.main() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["good", "bad", "long", "short"]
+    assert "ok, " in said[0] and said[0].endswith("a figure")
+    assert "EXIT 1" in said[1] and said[1].endswith("bad: no card")
+    assert "should take 900 s" in said[2] and "give --tokens" in said[3]
+    gathered = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert gathered == {"docs/data/new.json", "good.log", "bad.log"}
+
+
+def test_a_part_that_hangs_is_ended(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    assert card.run(card.Part("hangs", 1, "hangs.py"), None, tmp_path / "log", 0.5)[0] == 124
