@@ -170,7 +170,7 @@ def step_lines(run_dir: Path, step: int) -> Iterator[Line]:
     from llmtrain.cli.train import configuration
     from llmtrain.corpus import tokenizer as tokenizers
     from llmtrain.training.plan import samples_of_run
-    from llmtrain.training.start import open_sources, order_of_run
+    from llmtrain.training.run_corpus import open_sources, order_of_run
 
     config = configuration({"run_dir": run_dir}, None, resume=True)
     per_step = config.run.sequences_per_step

@@ -21,7 +21,7 @@ from llmtrain.model.flops import classic_flops_per_token, parameter_counts
 from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import InputMissing, LlmtrainError, UsageError
 from llmtrain.storage.units import in_bytes
-from llmtrain.training import advice, checkpoint, devices, fit, pace, plan, start
+from llmtrain.training import advice, checkpoint, devices, fit, pace, plan, run_corpus, start
 from llmtrain.training.arrangement import arrange
 from llmtrain.training.config import TrainConfig, for_ranks
 from llmtrain.training.pace import Pace
@@ -134,7 +134,7 @@ def with_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder | None, l
     if not sources and not config.model.vocab_size:
         assumed.append(f"a vocabulary of {VOCABULARY:,}, as train-tokenizer makes (--vocab-size)")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=VOCABULARY))
-    config = start.resolve(config, sources)
+    config = run_corpus.resolve(config, sources)
     if len(sources) < len(specs):
         if config.data.document_mask:
             assumed.append("documents as long as the window, as their lengths are not known")

@@ -17,7 +17,7 @@ from llmtrain.storage.errors import LlmtrainError, StopRequested, UsageError
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
 from llmtrain.storage.units import duration
-from llmtrain.training import checkpoint, devices, fit, start
+from llmtrain.training import checkpoint, devices, fit, run_corpus, run_folder, start
 from llmtrain.training.arrangement import arrange
 from llmtrain.training.card import Card
 from llmtrain.training.config import TrainConfig
@@ -44,7 +44,7 @@ LONG_STEP = 20.0
 def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = None) -> None:
     """Trains to the end, or to a signal (StopRequested). Raises LlmtrainErrors; what can be checked before the first
     step is checked before anything is written."""
-    start.check_run_dir(config.run.run_dir, resume)
+    run_folder.check_run_dir(config.run.run_dir, resume)
     require_installed(config.run.tensorboard, config.run.wandb)
     if config.run.deterministic:
         make_deterministic()
@@ -55,7 +55,7 @@ def train(config: TrainConfig, resume: bool, supervisor: Supervisor | None = Non
 def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: World, device: torch.device) -> None:
     """The part of one of the ranks."""
     run_dir = config.run.run_dir
-    config, order, validation = world.first_goes_first(lambda: start.open_corpus(config))
+    config, order, validation = world.first_goes_first(lambda: run_corpus.open_corpus(config))
     settings, data = config.run, config.data
     devices.check_precision(settings.precision, settings.fp8_scaling, data.seq_len, device)
     attention = devices.pick_attention(
@@ -75,18 +75,18 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     name = devices.device_name(device)
     plan = make_plan(config, order, device, name, attention, room, parallel)
     start.check_memory(config, plan, device)
-    made = start.make_folder(run_dir)
+    made = run_folder.make_folder(run_dir)
     lock = RunLock(run_dir / "lock") if world.first else nullcontext()
     with lock, StopFlag() as stop, choice.forced(settings.attention, "attention"):
         supervisor.watch(stop)
-        start.check_run_dir(run_dir, resume)  # again: another process may have come and gone since
+        run_folder.check_run_dir(run_dir, resume)  # again: another process may have come and gone since
         if world.first:
             checkpoint.clear_leftovers(run_dir)
         try:
             run = start.start(config, order, validation, device, attention, resume, room, auto, world)
         except BaseException:
             if world.first:
-                start.unmake_folder(run_dir, made)
+                run_folder.unmake_folder(run_dir, made)
             raise
         if run.config != config:  # --batch-size auto had to go down
             plan = make_plan(run.config, order, device, name, attention, room, parallel)
@@ -146,7 +146,7 @@ def _counts(line: dict, at_step: int) -> bool:
 def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     """Puts the run directory in order and says the plan."""
     settings, at, samples = run.config.run, run.at_step, plan.samples(run.at_step)
-    notes = run.world.from_first(lambda: start.prepare_run_dir(run.config, run.order)) + run.notes
+    notes = run.world.from_first(lambda: run_folder.prepare_run_dir(run.config, run.order)) + run.notes
     if at < plan.total_steps:
         needed = checkpoint_bytes(run.config) + checkpoint.BESIDE_TENSORS
         require_room(run.config.run.run_dir / "checkpoints", needed, "a checkpoint")

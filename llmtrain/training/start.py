@@ -1,12 +1,9 @@
 """From a configuration to a run that is ready for its next step, or one line that says why not."""
 
-import dataclasses
 import functools
 import gc
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,84 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtrain import __version__
-from llmtrain.corpus.batches import check_document_mask
-from llmtrain.corpus.choices import Choices, read_choices
-from llmtrain.corpus.kinds import HeldOutText, read_text
-from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, parse_sources
-from llmtrain.corpus.packing import Packed, open_or_build
-from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.order import SampleOrder
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import Backend
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
-from llmtrain.storage import atomic
-from llmtrain.storage.errors import ConfigMismatch, InputMissing, LlmtrainError, UsageError, write_error
-from llmtrain.storage.manifest import sha256_file
+from llmtrain.storage.errors import ConfigMismatch, LlmtrainError
 from llmtrain.training import checkpoint, devices, fit, origin
-from llmtrain.training.config import TrainConfig, eight_bit, refuse_another_run, to_tables, to_toml
+from llmtrain.training.config import TrainConfig, eight_bit, refuse_another_run, to_tables
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan, steps_of_run
+from llmtrain.training.run_corpus import corpus_identity
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 from llmtrain.training.together import Together
 from llmtrain.training.validate import HeldOut
 
 if TYPE_CHECKING:
     from llmtrain.training.pipeline import Place
-
-MAX_SEQ_LEN = (1 << 31) - 1
-"""Positions are 32-bit numbers."""
-
-
-def open_sources(specs: tuple[str, ...], vocab_size: int, eos_id: int | None) -> list[Source]:
-    """Opens token files; vocab_size 0: as their manifests say."""
-    return [
-        Source(name, TokenFile.open(path, vocab_size or None, eos_id), weight, budget)
-        for name, path, weight, budget in parse_sources(specs)
-    ]
-
-
-def order_of_run(config: TrainConfig, sources: list[Source]) -> SampleOrder:
-    """The samples of a run. Packs its token files into windows where it asks for that and none are there."""
-    if config.data.packing == "documents":
-        sources = [dataclasses.replace(s, cut=open_or_build(s.file, config.data.seq_len)) for s in sources]
-    return SampleOrder(sources, config.data.seq_len, config.run.seed)
-
-
-def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
-    """Fills in what the corpus decides: the vocabulary and the longest context."""
-    made_by = {s.file.manifest["tokenizer"]["sha256"]: s for s in sources if s.file.manifest}
-    if len(made_by) > 1:
-        one, other = list(made_by.values())[:2]
-        raise ConfigMismatch(
-            f"{one.file.path} and {other.file.path} come from different tokenizers: tokenize both with one"
-        )
-    model = config.model
-    vocab_size = model.vocab_size or max(source.file.vocab_size for source in sources)
-    max_seq_len = model.max_seq_len or 2 * config.data.seq_len
-    if max_seq_len > MAX_SEQ_LEN:
-        raise UsageError(f"--max-seq-len {max_seq_len} is beyond {MAX_SEQ_LEN}, where positions end: lower it")
-    if max_seq_len < config.data.seq_len:
-        raise UsageError(f"--max-seq-len {max_seq_len} is below --seq-len {config.data.seq_len}: raise it")
-    return dataclasses.replace(
-        config, model=dataclasses.replace(model, vocab_size=vocab_size, max_seq_len=max_seq_len)
-    )
-
-
-def corpus_identity(sources: list[Source]) -> list[dict[str, Any]]:
-    """What makes a corpus the same one, wherever its files lie."""
-    return [
-        {
-            "weight": s.weight,
-            **({} if s.budget is None else {"budget": s.budget}),
-            "tokens": s.file.tokens,
-            "sha256": s.file.content_sha256(),
-            **({"packed_sha256": s.cut.header["sha256"]} if isinstance(s.cut, Packed) else {}),
-            "tokenizer": s.file.manifest["tokenizer"]["sha256"] if s.file.manifest else None,
-        }
-        for s in sources
-    ]
 
 
 def environment(device: torch.device, attention: str) -> dict[str, Any]:
@@ -170,149 +108,6 @@ def _size_before(run_dir: Path, device: str) -> int | None:
     except LlmtrainError:
         return None  # damaged: it will be set aside
     return state["config"]["run"]["batch_size"] if state and state["environment"]["device"] == device else None
-
-
-def check_run_dir(run_dir: Path, resume: bool) -> None:
-    """Raises ConfigMismatch where a fresh run would mix with an older one, CannotCreate where none can be."""
-    try:
-        os.stat(run_dir)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise write_error(error, run_dir) from None
-    steps = checkpoint.list_steps(run_dir)
-    if steps == [0] and _is_imported(checkpoint.folder_of(run_dir, 0)):
-        raise ConfigMismatch(
-            f"{run_dir}: holds an imported model: begin a run with it in another --run-dir, by --init-from {run_dir}"
-        )
-    if not resume and steps:
-        raise ConfigMismatch(
-            f"{run_dir}: holds checkpoints already: add --resume to go on with that run, or name another --run-dir"
-        )
-
-
-def _is_imported(folder: Path) -> bool:
-    """Whether the checkpoint is a model that `import` put there: a run that was stopped before its first step has one
-    of step 0 too."""
-    try:
-        return "imported" in checkpoint.read_state(folder)
-    except LlmtrainError:
-        return False  # damaged: resuming says so
-
-
-def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[HeldOut]]:
-    """Opens and checks every file of the run, before anything is written: (resolved configuration, order, held-out)."""
-    # config.toml is read again by a process that may have been started elsewhere.
-    tokens, val_tokens = (tuple(map(absolute_spec, specs)) for specs in (config.data.tokens, config.data.val_tokens))
-    vocab_size, eos_id = config.model.vocab_size, config.data.eos_id
-    sources = open_sources(config.data.tokens, vocab_size, eos_id)
-    config = resolve(config, sources)
-    order = order_of_run(config, sources)
-    if config.data.document_mask:
-        check_document_mask(order)
-    validation = open_sources(config.data.val_tokens, vocab_size, eos_id) if config.data.val_tokens else []
-    if validation:
-        held_out = SampleOrder(validation, config.data.seq_len, 0)  # for its checks
-        if config.data.document_mask:
-            check_document_mask(held_out)
-        resolve(config, sources + validation)
-    of_text = open_text(config, order)
-    val_choices, val_text = (tuple(map(absolute_spec, s)) for s in (config.data.val_choices, config.data.val_text))
-    data = dataclasses.replace(
-        config.data, tokens=tokens, val_tokens=val_tokens, val_choices=val_choices, val_text=val_text
-    )
-    init_from, branch_from = config.run.init_from, config.run.branch_from
-    run = dataclasses.replace(
-        config.run,
-        init_from=None if init_from is None else init_from.absolute(),
-        branch_from=None if branch_from is None else str(Path(branch_from).absolute()),
-    )
-    return dataclasses.replace(config, data=data, run=run), order, [*validation, *of_text]
-
-
-def open_text(config: TrainConfig, order: SampleOrder) -> list[Choices | HeldOutText]:
-    """What there is to evaluate on that is not tokenized yet. Raises InputMissing where the corpus' tokenizer is not
-    found, UsageError for two of one name, and as `read_choices` and `read_text`."""
-    data = config.data
-    if not (data.val_choices or data.val_text):
-        return []
-    path = tokenizer_of(config.run.run_dir, order)
-    if path is None:
-        raise InputMissing(
-            f"{config.run.run_dir / 'tokenizer.json'}: the corpus' tokenizer is neither there nor where the corpus was "
-            "made, and --val-choices and --val-text need it: copy it there"
-        )
-    from llmtrain.corpus import tokenizer as tokenizers  # here, because most runs never need the library
-
-    tokenizer = tokenizers.load(path)
-    found: list[Choices | HeldOutText] = [read_choices(spec, tokenizer, data.seq_len) for spec in data.val_choices]
-    for spec in data.val_text:
-        found.append(read_text(spec, tokenizer, data.seq_len, data.val_text_field, data.val_kind_field))
-    tokenized = parse_sources(data.val_tokens) if data.val_tokens else []
-    names = [one.name for one in (*tokenized, *found)]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"two held-out files are called {name}: tell them apart with NAME=PATH")
-    return found
-
-
-def tokenizer_of(run_dir: Path, order: SampleOrder) -> Path | None:
-    """Where the corpus' tokenizer is: in the run directory, where the corpus was made, or beside the corpus; None where
-    it is in none of them, or not known."""
-    manifest = order.sources[0].file.manifest
-    if manifest is None:
-        return run_dir / "tokenizer.json" if (run_dir / "tokenizer.json").is_file() else None
-    named = Path(manifest["tokenizer"]["file"])
-    places = (run_dir / "tokenizer.json", named, order.sources[0].file.path.parent / named.name)
-    matches = (path for path in places if path.is_file() and sha256_file(path) == manifest["tokenizer"]["sha256"])
-    return next(matches, None)
-
-
-def prepare_run_dir(config: TrainConfig, order: SampleOrder) -> list[str]:
-    """Writes config.toml and tokenizer.json into the run directory; returns what a person should know.
-
-    Raises ConfigMismatch where another tokenizer lies there and the corpus' own is not found."""
-    run_dir = config.run.run_dir
-    atomic.write_bytes(run_dir / "config.toml", to_toml(config).encode())
-    manifest = order.sources[0].file.manifest
-    if manifest is None:
-        return []
-    there, named = run_dir / "tokenizer.json", Path(manifest["tokenizer"]["file"])
-    if path := tokenizer_of(run_dir, order):
-        if path != there:
-            atomic.write_bytes(there, path.read_bytes())
-        return []
-    if os.path.lexists(there):
-        raise ConfigMismatch(
-            f"{there}: is not the tokenizer of {order.sources[0].file.path}, which {named} was: remove it or put that "
-            "one there"
-        )
-    return [f"tokenizer {named} is not where the corpus was made: copy it to {run_dir / 'tokenizer.json'} to generate"]
-
-
-def make_folder(run_dir: Path) -> list[Path]:
-    """Makes RUN/checkpoints; returns the folders that were not there, outermost first."""
-    made: list[Path] = []
-    try:
-        for folder in reversed([path := run_dir / "checkpoints", *path.parents]):
-            if not folder.is_dir():
-                folder.mkdir(exist_ok=True)  # another process may be at it too
-                made.append(folder)
-        if not os.access(run_dir, os.W_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        raise write_error(error, run_dir) from None
-    return made
-
-
-def unmake_folder(run_dir: Path, made: list[Path]) -> None:
-    """Removes the folders of `make_folder` again, where nothing but the lock came into them. For its holder."""
-    with suppress(OSError):  # what has come in there, or what cannot be removed, stays
-        if run_dir in made and sorted(os.listdir(run_dir)) == ["checkpoints", "lock"]:
-            (run_dir / "checkpoints").rmdir()
-            (run_dir / "lock").unlink()
-            for folder in reversed(made[:-1]):
-                folder.rmdir()
 
 
 def start(

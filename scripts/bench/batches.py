@@ -136,7 +136,7 @@ def child_scale(path: str, packing: str, seq_len: int, batches: int) -> dict:
     from llmtrain.training.fit import room
     from llmtrain.training.plan import describe as plan_lines
     from llmtrain.training.plan import make_plan
-    from llmtrain.training.start import open_corpus
+    from llmtrain.training.run_corpus import open_corpus
 
     before = memory_mib()
     began = time.perf_counter()

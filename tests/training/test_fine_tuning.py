@@ -17,7 +17,7 @@ from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import InputMissing, UsageError
 from llmtrain.training import run
 from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
-from llmtrain.training.start import open_corpus
+from llmtrain.training.run_corpus import open_corpus
 from tests.training.test_run import figures, lines, tensors_of
 
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48)

@@ -12,7 +12,7 @@ from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.fit import Room
 from llmtrain.training.plan import checkpoint_bytes, corpus_lines, disk_line, memory_lines, schedule_line
 from llmtrain.training.run import train
-from llmtrain.training.start import open_sources
+from llmtrain.training.run_corpus import open_sources
 from tests.training.conftest import config, write_corpus
 
 GIB = 2**30

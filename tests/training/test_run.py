@@ -19,7 +19,7 @@ from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
 from llmtrain.storage.errors import ConfigMismatch, StopRequested, StorageFailure, UsageError
 from llmtrain.training import checkpoint, run, validate
 from llmtrain.training.config import TrainConfig
-from llmtrain.training.start import open_corpus
+from llmtrain.training.run_corpus import open_corpus
 from tests.corpus.files import write_sparse
 from tests.training.conftest import config, write_corpus
 from tests.training.runs import evaluated, figures, lines, outcome, state, stop_at, stop_in, tensors_of
