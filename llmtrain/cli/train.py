@@ -16,12 +16,11 @@ from llmtrain.training.config import (
     TrainConfig,
     for_ranks,
     keep_the_step,
-    tables_for_resume,
-    to_toml,
     under_torchrun,
     world_size,
 )
 from llmtrain.training.notify import Supervisor
+from llmtrain.training.tables import tables_for_resume, to_toml
 
 EPILOG = """Example:
 

@@ -7,9 +7,10 @@ from typing import Any
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import ConfigMismatch, InputMissing, UsageError
 from llmtrain.training import checkpoint
-from llmtrain.training.config import TrainConfig, sequences_per_step, to_tables
+from llmtrain.training.config import TrainConfig, sequences_per_step
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.optimizer import AdamW
+from llmtrain.training.tables import to_tables
 
 MAY_DIFFER = {
     "max_seq_len", "rope_theta", "norm_eps", "z_loss", "init_std", "window", "global_every", "balance_loss",

@@ -8,8 +8,9 @@ from llmtrain.corpus.order import SampleOrder
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, LlmtrainError, write_error
 from llmtrain.training import checkpoint
-from llmtrain.training.config import TrainConfig, to_toml
+from llmtrain.training.config import TrainConfig
 from llmtrain.training.run_corpus import tokenizer_of
+from llmtrain.training.tables import to_toml
 
 
 def check_run_dir(run_dir: Path, resume: bool) -> None:

@@ -18,13 +18,14 @@ from llmtrain.model.memory import MemoryPlan
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import ConfigMismatch, LlmtrainError
 from llmtrain.training import checkpoint, devices, fit, origin
-from llmtrain.training.config import TrainConfig, eight_bit, refuse_another_run, to_tables
+from llmtrain.training.config import TrainConfig, eight_bit
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan, steps_of_run
 from llmtrain.training.run_corpus import corpus_identity
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
+from llmtrain.training.tables import refuse_another_run, to_tables
 from llmtrain.training.together import Together
 from llmtrain.training.validate import HeldOut
 

@@ -12,10 +12,8 @@ from llmtrain.training.config import (
     ScheduleConfig,
     TrainConfig,
     for_ranks,
-    tables_for_resume,
-    to_tables,
-    to_toml,
 )
+from llmtrain.training.tables import tables_for_resume, to_tables, to_toml
 from tests.training.conftest import config
 
 
