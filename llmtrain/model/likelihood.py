@@ -34,20 +34,29 @@ class Likelihoods(NamedTuple):
 
 @torch.no_grad()
 def likelihoods(
-    model: Transformer, rows: Sequence[Row], tokens_at_once: int, goes_on: Callable[[], bool] = lambda: True
+    model: Transformer,
+    rows: Sequence[Row],
+    tokens_at_once: int,
+    goes_on: Callable[[], bool] = lambda: True,
+    turns: Callable[[int], int] = lambda batches: batches,
 ) -> Likelihoods | None:
     """None where `goes_on`, asked before each batch, said no. Rows of about one length share a batch of at most
     `tokens_at_once` tokens, padding included, but for one row at least; a row's result is the one that it has alone, up
-    to rounding. Draws no random number and writes no weight; waits for the device once, at the end.
+    to rounding. Draws no random number and writes no weight; waits for the device once, at the end. turns: how often the
+    model runs, given how many batches there are: with others who run it together and have more, as often as they do.
 
     Raises ValueError for a row that is longer than the model's max_seq_len.
     """
     device = model.head_weight.device
     nats = torch.zeros(len(rows), dtype=torch.float64, device=device)
     missed = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    for batch in batches(rows, tokens_at_once, model.config.max_seq_len):
+    mine = batches(rows, tokens_at_once, model.config.max_seq_len)
+    for batch in mine + [[]] * (turns(len(mine)) - len(mine)):
         if not goes_on():
             return None
+        if not batch:
+            _judge(model, [Row((0, 0), 1)])
+            continue
         index, loss, wrong = _judge(model, [rows[i] for i in batch])
         at = torch.tensor(batch, device=device)[index]
         nats.index_add_(0, at, loss)

@@ -63,11 +63,10 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     )
     room, auto = fit.room(device), settings.batch_size == "auto"
     parallel = arrange(config, attention.name, device, room, world.size, world.least)
-    if parallel.grid.parts > 1 and (data.val_choices or data.val_text):
+    if parallel.grid.stages > 1 and (data.val_choices or data.val_text):
         raise UsageError(
-            "--val-choices and --val-text need the whole model on each rank, which "
-            f"--parallel {parallel.mode} does not leave: leave them out, and evaluate the checkpoints with "
-            "`llmtrain evaluate`"
+            "--val-choices and --val-text want rows of all lengths, and the stages of --parallel pipeline exchange one "
+            "shape: leave them out, and evaluate the checkpoints with `llmtrain evaluate`"
         )
     world.arrange(parallel.grid, device)
     room = dataclasses.replace(room, shards=parallel.grid.shards)

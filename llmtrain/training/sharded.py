@@ -45,7 +45,8 @@ class ShardedParameters(FlatParameters):
         for block in model.layers.values():
             fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
         fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-        register_fsdp_forward_method(model, "loss")
+        for method in ("loss", "logits"):
+            register_fsdp_forward_method(model, method)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,12 +42,23 @@ def validate(
 ) -> dict[str, Figures] | None:
     """Name -> figures, as an eval line has them, that of `held_out` as a whole last; None where `goes_on`, asked before
     each batch and at the end, said no on any rank. All ranks share the work."""
+
+    def all_go_on() -> bool:
+        """Ranks that have parts of a model run a batch together or not at all."""
+        mine = goes_on()
+        return mine if world.grid.parts == 1 else not world.any(device, not mine)
+
     if isinstance(held_out, Choices):
-        return _answers(step.model, held_out, config, device, goes_on, world)
+        return _answers(step.model, held_out, config, device, all_go_on, world)
     if isinstance(held_out, HeldOutText):
-        return _text(step.model, held_out, config, device, goes_on, world)
-    figures = _token_file(step, held_out, config, device, goes_on, world)
+        return _text(step.model, held_out, config, device, all_go_on, world)
+    figures = _token_file(step, held_out, config, device, goes_on, all_go_on, world)
     return None if figures is None else {held_out.name: figures}
+
+
+def _turns(world: World, batches: int) -> int:
+    """How often this rank runs the model, which has so many batches: ranks that run one model together, equally often."""
+    return batches if world.grid.parts == 1 else -world.least(-batches)
 
 
 @functools.lru_cache(maxsize=1)
@@ -69,17 +81,12 @@ def _figures(sums: EvaluationSums) -> Figures:
 
 def _token_file(
     step: TrainStep, source: Source, config: TrainConfig, device: torch.device, goes_on: Callable[[], bool],
-    world: World,
+    all_go_on: Callable[[], bool], world: World,
 ) -> Figures | None:
     batches = held_out_batches(
         source.file, config.data.seq_len, config.run.micro_batch_size, config.run.val_windows, device,
         config.data.document_mask, world.data_rank, world.data_ranks,
     )  # fmt: skip
-
-    def all_go_on() -> bool:
-        """Ranks that have parts of a model run a batch together or not at all."""
-        mine = goes_on()
-        return mine if world.grid.parts == 1 else not world.any(device, not mine)
 
     table = _token_bytes(config.run.run_dir / "tokenizer.json", config.model.vocab_size, device)
     sums = step.evaluate(itertools.takewhile(lambda _: all_go_on(), batches), table)
@@ -98,7 +105,7 @@ def _answers(
 ) -> dict[str, Figures] | None:
     mine = choices.questions[world.rank :: world.size]
     rows = [Row(*row) for question in mine for row in question.rows]
-    found = likelihoods(model, rows, config.run.micro_batch_size * config.data.seq_len, goes_on)
+    found = likelihoods(model, rows, config.run.micro_batch_size * config.data.seq_len, goes_on, partial(_turns, world))
     right, right_by_length = (0, 0) if found is None else right_answers(mine, found.nats)
     broken, right, right_by_length = map(int, world.totals(device, found is None, right, right_by_length))
     if broken:
@@ -112,7 +119,7 @@ def _text(
 ) -> dict[str, Figures] | None:
     mine = text.spread(config.run.val_windows)[world.rank :: world.size]
     rows = [Row(window.ids, len(window.ids) - 1) for window in mine]
-    found = likelihoods(model, rows, config.run.micro_batch_size * config.data.seq_len, goes_on)
+    found = likelihoods(model, rows, config.run.micro_batch_size * config.data.seq_len, goes_on, partial(_turns, world))
     sums = sums_by_kind(len(text.kinds), [] if found is None else mine, [] if found is None else found.nats)
     broken, *flat = world.totals(device, found is None, *itertools.chain.from_iterable(sums))
     if broken:

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.training import checkpoint
 from llmtrain.training.watch import STORE_GONE
 from tests.faults.forks import Forks
-from tests.faults.test_ranks import OPTIONS, SOON, alone, losses, status
+from tests.faults.test_ranks import OPTIONS, SOON, alone, lines, losses, status
 
 __all__ = ["alone"]
 
@@ -217,3 +217,38 @@ def test_what_shards_cannot_do_is_refused_in_a_line(here, forks):
     ):
         run = forks.start_ranks(here, "refused", 2, *FSDP, "--batch-size", "4", "--run-dir", "refused", *asked)
         assert run.end(AT_MOST)[0] == 2 and words in run[0].err and run[0].err.count("\n") == 1
+
+
+def test_questions_and_text_are_judged_alike_by_one_process_by_copies_and_by_shards(here, forks):
+    folder = here / "judged"
+    (folder / "text").mkdir(parents=True)
+    pairs = [(f"Question {n}: what is {n} plus {n}?", f"It is {2 * n}{', I think' * (n % 4)}.") for n in range(60)]
+    (folder / "text" / "all.txt").write_text("\n".join(f"{question} {answer}" for question, answer in pairs))
+    # Of 7 questions ranks have 4 and 3, of different lengths, so unequal numbers of batches.
+    records = [{"question": q, "choices": [f"It is {n}", a], "answer": 1} for n, (q, a) in enumerate(pairs[:7])]
+    (folder / "quiz.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [{"text": f"{q} {a}", "kind": "odd" if n % 2 else "even"} for n, (q, a) in enumerate(pairs)]
+    (folder / "kinds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for command in ("train-tokenizer --vocab-size 300 --input text", "tokenize-corpus --input text --output c.u16"):
+        assert forks.start(folder, command.split()[0], *command.split(), "--document", "line").end(AT_MOST) == 0
+    options = [word if word != "corpus.u16" else "c.u16" for word in OPTIONS]
+    del options[(at := options.index("--val-tokens")) : at + 2]
+    options += ["--val-choices", "quiz.jsonl", "--val-text", "kinds.jsonl", "--val-kind-field", "kind"]
+    options += ["--total-steps", "4", "--val-every", "2", "--val-windows", "9"]
+    told = {}
+    for name, ranks in (("one", 1), ("ddp", 2), ("fsdp", 2)):
+        parallel = ["--parallel", name] if ranks > 1 else []
+        run = forks.start_ranks(folder, name, ranks, *options, *parallel, "--run-dir", name)
+        assert run.end(AT_MOST) == [0] * ranks, [rank.err for rank in run.ranks]
+        figures = ("val_loss", "bits_per_byte", "accuracy", "accuracy_norm")
+        told[name] = {
+            (line["step"], line["source"], figure): line[figure]
+            for line in lines(folder / name, "eval")
+            for figure in figures
+            if figure in line
+        }
+    expected = {(source, figure) for source in ("kinds/even", "kinds/odd", "kinds") for figure in figures[:2]}
+    expected |= {("quiz", figure) for figure in figures[2:]}
+    assert set(told["one"]) == {(step, *one) for step in (0, 2, 4) for one in expected}
+    assert told["ddp"] == pytest.approx(told["one"], rel=1e-5)
+    assert told["fsdp"] == pytest.approx(told["one"], rel=1e-5)

@@ -43,6 +43,17 @@ def test_they_are_those_of_the_logits_whatever_the_batch(model, rows, tokens_at_
     assert found.greedy == [greedy for _, greedy in wanted] and found.greedy[-1]
 
 
+def test_with_others_who_have_more_batches_the_model_runs_as_often_as_theirs_and_the_results_are_the_same(model, rows):
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    alone = likelihoods(model, rows, 1)
+    needed = len(calls)
+    assert likelihoods(model, rows, 1, turns=lambda batches: batches + 2) == alone
+    assert likelihoods(model, [], 1, turns=lambda batches: batches + 1) == ([], [])
+    handle.remove()
+    assert len(calls) == needed + (needed + 2) + 1
+
+
 def test_it_touches_nothing_and_stops_where_it_is_told_to(model, rows):
     before, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
     asked = []
