@@ -42,8 +42,8 @@ def likelihoods(
 ) -> Likelihoods | None:
     """None where `goes_on`, asked before each batch, said no. Rows of about one length share a batch of at most
     `tokens_at_once` tokens, padding included, but for one row at least; a row's result is the one that it has alone, up
-    to rounding. Draws no random number and writes no weight; waits for the device once, at the end. turns: how often the
-    model runs, given how many batches there are: with others who run it together and have more, as often as they do.
+    to rounding. Draws no random number and writes no weight; waits for the device once, at the end. turns: how often
+    the model runs, given how many batches there are: with others who run it together and have more, as often as they.
 
     Raises ValueError for a row that is longer than the model's max_seq_len.
     """

@@ -57,7 +57,7 @@ def validate(
 
 
 def _turns(world: World, batches: int) -> int:
-    """How often this rank runs the model, which has so many batches: ranks that run one model together, equally often."""
+    """How often this rank, which has so many batches, runs the model: ranks that run it together do equally often."""
     return batches if world.grid.parts == 1 else -world.least(-batches)
 
 
