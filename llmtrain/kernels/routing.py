@@ -23,8 +23,6 @@ except ImportError:  # CPU installs of torch come without it, and the reference 
 
 TILE = 2048
 """Logits of a program."""
-MOST_EXPERTS = 256
-"""An expert's number is one byte."""
 
 
 @dataclass

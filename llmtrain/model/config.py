@@ -106,6 +106,7 @@ class ModelConfig:
                 if (value := getattr(self, name)) != defaults[name]:
                     raise ValueError(f"{name} {value} is of routed experts: give moe too, or leave it out")
             return
+        # kernels/routing.py numbers experts by one byte.
         if not self.experts_per_token <= self.n_experts <= 256:
             raise ValueError(
                 f"n_experts must be from experts_per_token ({self.experts_per_token}) to 256, not {self.n_experts}"
