@@ -111,7 +111,11 @@ class _Stage(PipelineStage):
             except RuntimeError as error:  # as torch tells what the other two raise from an exchange that fails
                 raise RuntimeError(str(error)) from error
 
-    # Where two neighbours are on one rank, torch hands gradients over in an evaluation too, where there are none.
+    # Where two neighbours are on one rank, torch 2.11 makes a connection between them, which gloo cannot; and torch
+    # hands gradients over in an evaluation too, where there are none.
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
