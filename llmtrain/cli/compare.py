@@ -1,6 +1,7 @@
 """`llmtrain compare`."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.report.config import CompareConfig
+from llmtrain.storage.atomic import json_bytes
+from llmtrain.storage.errors import UsageError
 
 EPILOG = """Example:
 
@@ -36,6 +39,9 @@ def command(given: dict[str, Any], run_a: Path, run_a2: Path, run_b: Path, as_js
     from llmtrain.report.curves import read_curve, read_settings
 
     of_a = [run_a, run_a2, *config.replicate]
+    for i, run in enumerate(of_a):
+        if os.path.realpath(run) in map(os.path.realpath, of_a[:i]):
+            raise UsageError(f"{run}: is named twice as a run of A: what chance does shows in another run: name that")
     *replicates, changed = [read_curve(run, config.metric, config.source) for run in (*of_a, run_b)]
     settings = read_settings(run_a)
     for run in of_a[1:]:
@@ -49,7 +55,9 @@ def command(given: dict[str, Any], run_a: Path, run_a2: Path, run_b: Path, as_js
 
         draw(config.plot, replicates, changed, blocks, result)
     if as_json:
-        click.echo(json.dumps(result, indent=1))
+        # A setting may be a date or no number, for which JSON has no word.
+        plain = json.loads(json.dumps(result, default=str))
+        click.echo(json_bytes(plain), nl=False)
         return
     for label, text in lines(result):
         click.echo(f"{label:<12}{text}")

@@ -35,7 +35,7 @@ def command(given: dict[str, Any], run: Path) -> None:
 
     if os.path.lexists(config.output):  # said before a large model is loaded
         raise CannotCreate(f"{config.output}: is there already: remove it or name another --output")
-    checkpoint = run if (run / "MANIFEST.json").exists() else None
+    checkpoint = run if os.path.exists(run / "MANIFEST.json") else None
     source = ModelSource(
         run_dir=run, checkpoint=checkpoint, tokenizer=config.tokenizer, device="cpu", precision="fp32"
     )

@@ -10,7 +10,7 @@ import click
 
 from llmtrain.cli.inspect_tokens import Line, token_file_lines
 from llmtrain.corpus.shards import find_parts
-from llmtrain.storage.errors import BadData, InputMissing, UsageError
+from llmtrain.storage.errors import BadData, InputMissing, LlmtrainError, UsageError
 from llmtrain.storage.units import in_bytes
 
 LIMIT = 1_000_000_000
@@ -124,7 +124,7 @@ def corpus(state: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def run_lines(run_dir: Path) -> Iterator[Line]:
-    from llmtrain.storage.journal import JsonLines
+    from llmtrain.storage.journal import JsonLines, is_number
     from llmtrain.storage.lock import dead_holder
     from llmtrain.storage.manifest import read_json
     from llmtrain.training.checkpoint import folder_of, list_steps, read_manifest
@@ -145,7 +145,7 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
     for label, names in (("train", ("lm_loss", "ppl", "lr", "tok_per_s")), ("eval", EVAL_FIGURES)):
         for kind, line in newest.items():
             if kind.partition(" ")[0] == label:
-                known = [name for name in names if isinstance(line.get(name), int | float)]
+                known = [name for name in names if is_number(line.get(name))]
                 figures = ", ".join(f"{name} {line[name]:.5g}" for name in known)
                 source = kind.partition(" ")[2]
                 yield label, f"step {line.get('step')}: {source + ': ' if source else ''}{figures}"
@@ -154,7 +154,9 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
         folder = folder_of(run_dir, step)
         try:
             size = in_bytes(sum(entry["bytes"] for entry in read_manifest(folder)["files"].values()))
-        except BadData as error:
+        except LlmtrainError as error:
+            if not os.path.lexists(folder):  # the run has removed it just now
+                continue
             size = f"damaged: {error}"
         yield "checkpoint", f"{folder.name} {size}"
     if not steps:

@@ -18,7 +18,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from typing import Any, Literal, TypeVar
 import click
 from click.core import ParameterSource
 
-from llmtrain.storage.errors import BadData, UsageError, read_error
+from llmtrain.storage.errors import UsageError
 
 T = TypeVar("T")
 
@@ -255,16 +254,6 @@ def build(config: type[T], given: Mapping[str, Any], table: Mapping[str, Any] | 
         return config(**values)
     except ValueError as error:
         raise UsageError(f"{where}: {error}" if where and not given.keys() & options.keys() else str(error)) from error
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises InputMissing, StorageFailure, and BadData where it is none."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise read_error(error, path) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadData(f"{path}: is not TOML: {error}: correct it") from None
 
 
 def toml_value(option: Option, value: Any, where: str) -> Any:

@@ -13,7 +13,7 @@ import click
 from llmtrain.cli.options import ConfigCommand, build, config_options, options_of
 from llmtrain.cli.train import complete_preset, configuration, preset_path
 from llmtrain.storage import atomic
-from llmtrain.storage.errors import ConfigMismatch, UsageError, read_error, write_error
+from llmtrain.storage.errors import ConfigMismatch, UsageError, write_error
 from llmtrain.training.config import SECTIONS, TrainConfig
 from llmtrain.training.unit import SYSTEM_FOLDER, ServiceConfig, run_of, unit_name, unit_text
 
@@ -105,7 +105,7 @@ def write(path: Path, text: str, run_dir: Path) -> None:
     except FileNotFoundError:
         before = None
     except OSError as error:
-        raise read_error(error, path) from None
+        raise write_error(error, path) from None
     if before is not None and run_of(before) != str(run_dir):
         raise ConfigMismatch(f"{path}: is there already and not the unit of {run_dir}: name another with --output")
     try:

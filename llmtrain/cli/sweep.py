@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
-from llmtrain.cli.options import ConfigCommand, build, config_options, read_toml
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import InternalError, UsageError
+from llmtrain.storage.manifest import read_toml
 
 EPILOG = """Example:
 

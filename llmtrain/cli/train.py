@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from llmtrain.cli.options import ConfigCommand, build, config_options, read_toml
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.storage.errors import Diverged, StopRequested, UsageError
+from llmtrain.storage.manifest import read_toml
 from llmtrain.training.config import (
     SECTIONS,
     RunConfig,

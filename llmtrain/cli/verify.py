@@ -1,12 +1,13 @@
 """`llmtrain verify`."""
 
+import os
 from pathlib import Path
 
 import click
 
 from llmtrain.cli.inspect import kind_of
 from llmtrain.cli.inspect_tokens import open_token_file
-from llmtrain.storage.errors import BadData, InputMissing
+from llmtrain.storage.errors import BadData, InputMissing, LlmtrainError
 from llmtrain.storage.units import in_bytes
 
 EPILOG = """Example:
@@ -60,15 +61,19 @@ def verify_run(run_dir: Path) -> None:
     """Says which checkpoints are sound before it fails for one that is not: the sound ones can be used."""
     from llmtrain.training.checkpoint import folder_of, list_steps
 
-    damaged = []
+    damaged: list[LlmtrainError] = []
     steps = list_steps(run_dir)
     if not steps:
         raise InputMissing(f"{run_dir}: holds no checkpoint, so there is nothing to verify")
     for step in steps:
+        folder = folder_of(run_dir, step)
         try:
-            verify_checkpoint(folder_of(run_dir, step))
-        except BadData as error:
-            damaged.append(error)
+            verify_checkpoint(folder)
+        except (BadData, InputMissing) as error:
+            if os.path.lexists(folder):
+                damaged.append(error)
+            else:
+                click.echo(f"{folder}: was removed meanwhile, as a run does with old ones")
     if damaged:
         more = f" (and {len(damaged) - 1} more of {len(steps)} checkpoints)" if len(damaged) > 1 else ""
-        raise BadData(f"{damaged[0]}{more}")
+        raise type(damaged[0])(f"{damaged[0]}{more}")

@@ -18,7 +18,7 @@ import torch
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.windows import Cut, Pieces
-from llmtrain.storage.errors import LlmtrainError, UsageError
+from llmtrain.storage.errors import BadData, LlmtrainError, UsageError
 
 IGNORED = -100
 LOCATE_ROWS = 4096
@@ -213,6 +213,15 @@ def held_out_batches(
         _fill(order, source, window, document_mask, batch)
         doc_start = batch.doc_start.to(device) if document_mask else None
         yield batch.ids.to(device), batch.targets.to(device), doc_start
+
+
+def no_targets(file: TokenFile, windows: int, option: str) -> BadData:
+    """The error for a held-out file of whose `windows` windows that were read none has a target; `option` says how many
+    are read."""
+    return BadData(
+        f"{file.path}: none of its {windows:,} windows that were read has a token that counts in the loss: read more "
+        f"of them with {option}, read longer ones, or name another file"
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.corpus.order import parse_sources
+from llmtrain.corpus.streams import BOM
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.storage.errors import BadData, read_error
 
@@ -55,7 +56,7 @@ def read_choices(spec: str, tokenizer: Tokenizer, max_seq_len: int) -> Choices:
     """
     name, path = named(spec)
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = Path(path).read_bytes().removeprefix(BOM).splitlines()
     except OSError as error:
         raise read_error(error, path) from error
     questions, shortened = [], 0
@@ -87,6 +88,7 @@ def _question(record: Any, tokenizer: Tokenizer, max_seq_len: int) -> tuple[Ques
     else:
         raise ValueError("there is neither a prompt nor a question")
     answer = _answer(record.get("answer"), choices)
+    "".join([prompt, *choices]).encode()  # half a surrogate pair is no text: a ValueError
     context, *endings = tokenizer.encode_batch([prompt, *(before + choice for choice in choices)])
     context = context or [tokenizer.eos_id]  # a document begins behind the end of another
     rows, cut = [], False

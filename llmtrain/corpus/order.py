@@ -22,8 +22,10 @@ from llmtrain.storage.errors import BadData, UsageError
 
 BLOCK = 1000
 ROUNDS = 6
+MOST_TOKENS = 10**18
+"""That a run is asked to take: beyond all text there is."""
 
-_BUDGET = re.compile(r"(\d+\.?\d*|\.\d+)([KMBTkmbt])")
+_BUDGET = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([KMBTkmbt])")
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -114,7 +116,9 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
         before, colon, after = path.rpartition(":")
         if colon and _BUDGET.fullmatch(after):
             path, budget = before, amount_of(after)
-            weight = float(budget or 0)
+            if budget is None:
+                raise UsageError(f"--tokens {path}: {after[:40]} tokens are more than there are: name fewer, as 2.5B")
+            weight = float(budget)
         elif colon:
             try:
                 path, weight = before, float(after)
@@ -144,11 +148,12 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
 
 
 def amount_of(text: str) -> int | None:
-    """A number of tokens as people write it: 2.5B, 300M, 1000000; None where it is none."""
-    if text.isascii() and text.isdigit():
-        return int(text)
+    """A number of tokens as people write it: 2.5B, 300M, 1000000; None where it is none, or more than there are."""
     amount = _BUDGET.fullmatch(text)
-    return round(Fraction(amount[1]) * _UNITS[amount[2].upper()]) if amount else None
+    if len(text) > 30 or not (amount or text.isascii() and text.isdigit()):
+        return None
+    tokens = round(Fraction(amount[1]) * _UNITS[amount[2].upper()]) if amount else int(text)
+    return tokens if tokens <= MOST_TOKENS else None
 
 
 def absolute_spec(spec: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from llmtrain.corpus.batches import held_out_batches
+from llmtrain.corpus.batches import held_out_batches, no_targets
 from llmtrain.corpus.choices import Choices, accuracies, right_answers
 from llmtrain.corpus.kinds import HeldOutText, sums_by_kind
 from llmtrain.corpus.order import SampleOrder, Source, parse_sources
@@ -78,7 +78,7 @@ def evaluate_sources(
 ) -> Iterator[Evaluation]:
     """Evaluates one source after the other on windows of `seq_len` tokens: `max_windows` of each, spread evenly over
     it, or all (0), with attention within documents or not, as the model was trained. A bar on a terminal's stderr shows
-    how far it is."""
+    how far it is. Raises BadData for one without a target."""
     device = model.head_weight.device
     table = None if tokenizer is None else _bytes_table(tokenizer, model.config.vocab_size).to(device)
     for source in sources:
@@ -88,6 +88,8 @@ def evaluate_sources(
         batches = held_out_batches(source.file, seq_len, rows, windows, device, document_mask)
         bar = tqdm(batches, source.name, total=-(-windows // rows), unit="batch", leave=False, disable=None)
         sums = evaluate(model, bar, table)
+        if not sums.targets:
+            raise no_targets(source.file, windows, "--max-windows")
         yield Evaluation(
             source=source.name,
             windows=windows,

@@ -20,6 +20,7 @@ from llmtrain.inference.config import SamplingConfig
 from llmtrain.inference.model_card import Card
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage import atomic, tensors
+from llmtrain.storage.errors import ConfigMismatch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -29,9 +30,12 @@ def export(model: Transformer, tokenizer: Tokenizer | None, output: Path, form: 
     """Writes the folder `output`, which must not exist. `form`: "hf" or "gguf"; `dtype`: one of DTYPES, that of the
     matrices. Without a tokenizer its files are left out, which GGUF does not allow.
 
-    Raises ConfigMismatch where the form has no word for the model or its tokenizer, UsageError where the extra is not
-    installed, CannotCreate, StorageFailure.
+    Raises ConfigMismatch where the form has no word for the model or its tokenizer or the type none for a weight,
+    UsageError where the extra is not installed, CannotCreate, StorageFailure.
     """
+    if dtype == "fp16":
+        check_range(model)
+    title = output.name.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8
     if form == "gguf":
         hf.refuse_experts(model.config, "GGUF")
         gguf_file.check(tokenizer)
@@ -39,14 +43,24 @@ def export(model: Transformer, tokenizer: Tokenizer | None, output: Path, form: 
     with atomic.atomic_folder(output) as folder:
         if form == "gguf":
             assert tokenizer is not None
-            gguf_file.write(folder / f"{output.name}.gguf", model, tokenizer, dtype, output.name)
+            gguf_file.write(folder / f"{output.name}.gguf", model, tokenizer, dtype, title)
         else:
             atomic.write_json(folder / "config.json", config)
             write_weights(folder / "model.safetensors", model, DTYPES[dtype])
             if tokenizer is not None:
                 write_tokenizer(folder, tokenizer, model.config.max_seq_len)
             atomic.write_json(folder / "generation_config.json", generation_config(config))
-        card.write(folder, output.name, form)
+        card.write(folder, title, form)
+
+
+@torch.no_grad()
+def check_range(model: Transformer) -> None:
+    """Raises ConfigMismatch where a weight would be an infinity in fp16."""
+    ours = dict(model.named_parameters())
+    for name, piece in hf.pieces(model.config).items():
+        if not torch.isfinite(piece.of(ours).half()).all():
+            most = torch.finfo(torch.float16).max
+            raise ConfigMismatch(f"--dtype fp16: {name} has a number beyond {most:,.0f}: give bf16 or fp32")
 
 
 @torch.no_grad()

@@ -208,7 +208,7 @@ def model_config(said: Mapping[str, Any], where: str) -> ModelConfig:
         return ConfigMismatch(f"{where}: {what}: {advice}")
 
     kind = said.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         known = ", ".join(CLASSES)
         raise refuse(f"model_type is {kind!r}, known are {known}", "name a model of Llama's or Qwen3's shape")
     said = _DEFAULTS.get(kind, {}) | {name: value for name, value in said.items() if value is not None}
@@ -224,13 +224,17 @@ def model_config(said: Mapping[str, Any], where: str) -> ModelConfig:
             if name not in ("rope_theta", "rope_type", "type") or (name != "rope_theta" and value != "default"):
                 raise refuse(f"{key} has {name} {value!r}, our model has only plain rotary positions")
         theta = rope.get("rope_theta", theta)
-    if set(said.get("layer_types", ())) - {"full_attention"}:
-        raise refuse(f"layer_types has {', '.join(sorted(set(said['layer_types'])))}, our model has full attention")
+    layers = said.get("layer_types", [])
+    if not isinstance(layers, list) or any(one != "full_attention" for one in layers):
+        others = ", ".join(sorted(set(map(str, layers)))) if isinstance(layers, list) else repr(layers)
+        raise refuse(f"layer_types has {others}, our model has full attention")
 
     def number(name: str, default: Any = None) -> int:
         value = said.get(name, default)
         if type(value) is not int:
             raise refuse(f"{name} is {value!r}, not a whole number", "correct it")
+        if name in ("vocab_size", "max_position_embeddings") and value < 1:  # 0 would say: as the token file has it
+            raise refuse(f"{name} is {value}, not above 0", "correct it")
         return value
 
     def real(name: str, value: Any) -> float:
@@ -256,7 +260,7 @@ def model_config(said: Mapping[str, Any], where: str) -> ModelConfig:
             init_std=real("initializer_range", said.get("initializer_range", 0.02)),
             **(_experts(kind, said, number, refuse) if kind not in ("llama", "qwen3") else {}),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise refuse(str(error), "correct it") from None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from llmtrain.corpus.order import parse_sources
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage import atomic
-from llmtrain.storage.journal import JsonLines
+from llmtrain.storage.journal import JsonLines, is_number
 
 EVALUATION, CURVES = "evaluation.json", "curves.svg"
 
@@ -31,8 +31,11 @@ class Card:
     def of(cls, state: dict[str, Any], parameters: int, dtype: str, metrics: Path) -> "Card":
         """`metrics`: the run's metrics.jsonl, which may be missing."""
         lines = list(JsonLines.read(metrics)) if metrics.exists() else []
-        lines = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= state["step"]]
-        train = [(line["tokens"], line["lm_loss"]) for line in lines if line.get("kind") == "train"]
+        lines = [line for line in lines if all(type(line.get(name)) is int for name in ("step", "tokens"))]
+        lines = [line for line in lines if line["step"] <= state["step"]]
+        # A step that was skipped has no loss.
+        trained = [line for line in lines if line.get("kind") == "train" and is_number(line.get("lm_loss"))]
+        train = [(line["tokens"], line["lm_loss"]) for line in trained]
         return cls(state, parameters, dtype, train, [line for line in lines if line.get("kind") == "eval"])
 
     def write(self, folder: Path, title: str, form: str) -> None:
@@ -40,8 +43,8 @@ class Card:
         if self.evals:
             atomic.write_json(folder / EVALUATION, self.evals)
         if len(self.train) > 1:
-            atomic.write_bytes(folder / CURVES, curves(self.train, self.evals).encode())
-        atomic.write_bytes(folder / "README.md", self.text(title, form).encode())
+            atomic.write_bytes(folder / CURVES, curves(self.train, self.evals).encode(errors="backslashreplace"))
+        atomic.write_bytes(folder / "README.md", self.text(title, form).encode(errors="backslashreplace"))
 
     def text(self, title: str, form: str) -> str:
         """README.md, with the front matter that model hubs read."""
@@ -128,11 +131,11 @@ def _recipe(state: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _evaluation(evals: Sequence[dict[str, Any]]) -> str:
-    newest = {line.get("source"): line for line in evals}
-    names = [name for name in FIGURES if any(isinstance(line.get(name), int | float) for line in newest.values())]
+    newest = {str(line.get("source")): line for line in evals}
+    names = [name for name in FIGURES if any(is_number(line.get(name)) for line in newest.values())]
     rows = [f"| source | step | {' | '.join(names)} |", "|---|" + "---:|" * (len(names) + 1)]
     for source, line in newest.items():
-        figures = [f"{line[name]:.4g}" if isinstance(line.get(name), int | float) else "" for name in names]
+        figures = [f"{line[name]:.4g}" if is_number(line.get(name)) else "" for name in names]
         rows.append(f"| {source} | {line['step']:,} | {' | '.join(figures)} |")
     return "\n".join(rows)
 
@@ -147,7 +150,7 @@ def curves(train: Sequence[tuple[int, float]], evals: Sequence[dict[str, Any]]) 
     """An SVG of losses by tokens: of the training, and of each held-out source. Readable on light and dark ground."""
     held_out: dict[str, list[tuple[int, float]]] = {}
     for line in evals:
-        if isinstance(line.get("val_loss"), int | float):
+        if is_number(line.get("val_loss")):
             held_out.setdefault(str(line.get("source")), []).append((line["tokens"], line["val_loss"]))
     lines = {"training": _thinned(train), **held_out}
     width, height, left, bottom = 720, 360, 56, 36

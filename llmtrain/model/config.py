@@ -13,8 +13,13 @@ OF_EXPERTS = (
 """Fields that say nothing without moe."""
 
 
-MOST_LAYERS = 1 << 16
-"""So that what is counted layer by layer is counted at once; no model is near."""
+MOST = {
+    "n_layers": 1 << 16, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 16, "d_model": 1 << 24,
+    "d_ff": 1 << 24, "moe_d_ff": 1 << 24, "n_shared_experts": 1 << 8, "max_seq_len": 1 << 31, "window": 1 << 31,
+    "global_every": 1 << 16,
+}  # fmt: skip
+"""So that what is counted layer by layer is counted at once, and no count of bytes needs more than 64 bits; no model is
+near."""
 
 MAX_VOCAB_SIZE = 1 << 20
 """Up to which the head is tested; the vocabularies in use end at a quarter of it."""
@@ -72,8 +77,9 @@ class ModelConfig:
     """Standard deviation of initial weights; the two projections into the residual stream get it / sqrt(2 n_layers)."""
 
     def __post_init__(self) -> None:
-        if self.n_layers > MOST_LAYERS:
-            raise ValueError(f"n_layers must be at most {MOST_LAYERS}, not {self.n_layers}")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")

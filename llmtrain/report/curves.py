@@ -1,16 +1,16 @@
 """The loss of a run as it went: read from RUN/metrics.jsonl, against steps, tokens and training time."""
 
-import math
-import tomllib
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.report.history import Floats, read_history
 from llmtrain.storage.errors import BadData, UsageError
+from llmtrain.storage.manifest import read_toml
 
 NOTHING: Floats = np.zeros(0)
 
@@ -37,7 +37,7 @@ def read_curve(run_dir: Path, metric: str = LM_LOSS, source: str = "") -> Curve:
     path = run_dir / "metrics.jsonl"
     history = read_history(run_dir)
     lines = history.train
-    if not np.isfinite(lines.columns.get("step_ms", NOTHING)).any():
+    if not (lines.columns.get("step_ms", NOTHING) > 0).any():
         raise BadData(f"{path}: has no train lines: name a run that has trained")
     if metric == VAL_LOSS:
         evals = {name: of_name for name, of_name in history.evals.items() if VAL_LOSS in of_name.columns}
@@ -52,18 +52,13 @@ def read_curve(run_dir: Path, metric: str = LM_LOSS, source: str = "") -> Curve:
     return Curve(str(run_dir), lines.steps[finite], lines.tokens[finite], lines.seconds[finite], losses[finite])
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a line is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """"section.name" -> value of what a run was told; empty where it has no configuration. Raises BadData."""
     path = run_dir / "config.toml"
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadData(f"{path}: cannot be read as TOML ({error}): correct it") from None
+    tables = read_toml(path)
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            raise BadData(f"{path}: {section} is no table: correct it")
     return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}

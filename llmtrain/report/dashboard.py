@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from llmtrain.report.curves import is_number
 from llmtrain.report.state import FAILED, FINISHED, GONE, RUNNING, STARTING, STOPPED, RunState, said
+from llmtrain.storage.journal import is_number
 from llmtrain.storage.units import duration
 
 WIDEST = 160

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.report.plot import figure_class
+from llmtrain.report.plot import add_legend, as_it_is, figure_class, printable
 from llmtrain.report.series import Bunch, Chart, Drawn
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import write_error
@@ -26,30 +26,36 @@ def write_figures(folder: Path, drawn: Sequence[Drawn], charts: Sequence[Chart],
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(error, folder, "created") from None
-    attribute, label = AXES[axis]
     written = []
     for chart in charts:
-        figure = figure_type(figsize=(6.4, 4.0), layout="constrained")
-        axes = figure.subplots()
-        visible = []
-        for i, run in enumerate(drawn):
-            bunch = run.evals.get(chart.source) if chart.source else run.train
-            if bunch is None or chart.name not in bunch.curves:
-                continue
-            visible.append(_draw(axes, chart, bunch, getattr(bunch, attribute), COLORS[i % len(COLORS)], run.name))
-        axes.set(xlabel=label, ylabel=chart.unit or chart.title, title=chart.title)
-        _fit(axes, chart, [values for values in visible if len(values)])
-        axes.grid(color="#e8e8e4", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        if len(drawn) > 1:
-            axes.legend(fontsize="small", frameon=False)
-        image = BytesIO()
-        figure.savefig(image, format="png", dpi=200)
+        with as_it_is():
+            image = _image(figure_type(figsize=(6.4, 4.0), layout="constrained"), drawn, chart, AXES[axis])
         path = folder / f"{file_name(chart)}.png"
-        atomic.write_bytes(path, image.getvalue())
+        atomic.write_bytes(path, image)
         written.append(path)
     return written
+
+
+def _image(figure, drawn: Sequence[Drawn], chart: Chart, across: tuple[str, str]) -> bytes:  # type: ignore[no-untyped-def]
+    """The PNG of a chart; across: as in AXES."""
+    attribute, label = across
+    axes = figure.subplots()
+    visible = []
+    for i, run in enumerate(drawn):
+        bunch = run.evals.get(chart.source) if chart.source else run.train
+        if bunch is None or chart.name not in bunch.curves:
+            continue
+        visible.append(_draw(axes, chart, bunch, getattr(bunch, attribute), COLORS[i % len(COLORS)], str(i)))
+    axes.set(xlabel=label, ylabel=printable(chart.unit or chart.title), title=printable(chart.title))
+    _fit(axes, chart, [values for values in visible if len(values)])
+    axes.grid(color="#e8e8e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(drawn) > 1:
+        add_legend(axes, [run.name for run in drawn], frameon=False)
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=200)
+    return image.getvalue()
 
 
 def _draw(axes, chart: Chart, bunch: Bunch, x: np.ndarray, color: str, name: str) -> np.ndarray:  # type: ignore[no-untyped-def]

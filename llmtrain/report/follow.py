@@ -66,7 +66,7 @@ def _object(raw: bytes) -> dict[str, Any] | None:
 
 def require_run(run_dir: Path) -> None:
     """Raises InputMissing, BadData where there is no run directory."""
-    if not run_dir.is_dir():
+    if not os.path.isdir(run_dir):  # which is no error where the name is too long
         raise InputMissing(f"{run_dir}: no such folder: name a run directory")
     if not any((run_dir / name).exists() for name in ("lock", "config.toml", "metrics.jsonl", "status.json")):
         raise BadData(f"{run_dir}: is no run directory (no config.toml, no metrics.jsonl): name another")

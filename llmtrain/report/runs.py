@@ -82,10 +82,11 @@ def read_samples(run_dir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     newest: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
-    for line in JsonLines.read(path):
-        if type(line.get("step")) is int and isinstance(line.get("text"), str):
-            texts = {name: str(line.get(name) or "")[:SAMPLE] for name in ("prompt", "text", "how")}
-            newest.append({"step": line["step"], **texts})
+    with suppress(LlmtrainError):  # a folder of this name, say
+        for line in JsonLines.read(path):
+            if type(line.get("step")) is int and isinstance(line.get("text"), str):
+                texts = {name: str(line.get(name) or "")[:SAMPLE] for name in ("prompt", "text", "how")}
+                newest.append({"step": line["step"], **texts})
     return list(reversed(newest))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtrain.report.curves import is_number
+from llmtrain.storage.journal import is_number
 
 MOST_POINTS = 1024
 """Points that the course of the loss is kept in."""
@@ -31,6 +31,8 @@ class Losses:
         self._each = 1  # lines that make a point
 
     def add(self, step: int, loss: float) -> None:
+        if self._points and step <= self._points[-1][1]:  # lines of another record, or in disorder
+            self.cut(step - 1)
         if self._points and self._points[-1][3] < self._each:
             first, _, total, lines = self._points[-1]
             self._points[-1] = (first, step, total + loss, lines + 1)

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmtrain.report.curves import is_number
 from llmtrain.report.follow import Lines
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import STOP_SIGNALS, LlmtrainError
+from llmtrain.storage.journal import is_number
 from llmtrain.storage.manifest import read_json
 
 EVERY = 1.0

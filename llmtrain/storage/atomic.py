@@ -288,9 +288,13 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def refuse_what_is_no_file(final: Path) -> None:
     """Raises CannotCreate where what has the name is no file to be replaced: a rename would put a plain file in the
-    place of a device or a pipe, /dev/null for one."""
+    place of a device or a pipe, /dev/null for one, or of the link to one that /dev/stdout is."""
     try:
         mode = os.lstat(final).st_mode
+        if stat.S_ISLNK(mode) and os.readlink(final).startswith("/proc/"):
+            mode = 0
+        elif stat.S_ISLNK(mode) and os.path.exists(final):
+            mode = os.stat(final).st_mode
     except OSError:
         return
     if stat.S_ISDIR(mode):

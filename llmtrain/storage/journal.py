@@ -2,15 +2,22 @@
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import BufferedReader
 from types import TracebackType
+from typing import Any, TypeGuard
 
 from llmtrain.storage.atomic import PathLike, atomic_file, fsync_folder, json_bytes
 from llmtrain.storage.errors import CannotCreate, read_error, write_error
 from llmtrain.storage.reading import open_file
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a line is a number that a float holds: finite, and no whole number of 400 digits either."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class JsonLines:

@@ -1,7 +1,9 @@
-"""Checksums of files, and JSON objects that carry their own."""
+"""Checksums of files, JSON objects that carry their own, and TOML."""
 
 import hashlib
 import json
+import tomllib
+from typing import Any
 
 from llmtrain.storage.atomic import PathLike, json_bytes
 from llmtrain.storage.errors import BadData, read_error
@@ -44,6 +46,18 @@ def read_sealed(path: PathLike) -> dict:
 def read_json(path: PathLike) -> dict:
     """The JSON object in the file. Raises InputMissing, StorageFailure, and BadData where it is none."""
     return _parse(_read(path), path)
+
+
+def read_toml(path: PathLike) -> dict[str, Any]:
+    """The tables of a TOML file, which may be a pipe. Raises InputMissing, StorageFailure, and BadData where it is
+    none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return tomllib.loads(file.read())
+    except OSError as error:
+        raise read_error(error, path) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number of 5,000 digits, brackets without end
+        raise BadData(f"{path}: is not TOML: {error}: correct it") from None
 
 
 def canonical_sha256(value: dict) -> str:

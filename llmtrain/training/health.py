@@ -1,10 +1,12 @@
 """Whether a run is still one: it must not go on, or be saved, on numbers that are none."""
 
+import math
 from typing import Any
 
 import numpy as np
 
-from llmtrain.storage.errors import Diverged
+from llmtrain.corpus.batches import IGNORED, assemble
+from llmtrain.storage.errors import BadData, Diverged
 from llmtrain.training.checkpoint import list_steps
 from llmtrain.training.plan import Plan
 from llmtrain.training.schedule import learning_rate
@@ -26,7 +28,7 @@ class Health:
     def check(self) -> tuple[str, dict[str, Any]]:
         """What was skipped since the last look, in words and as fields; nothing of both where nothing was.
 
-        Raises Diverged where too many updates in a row were skipped.
+        Raises Diverged where too many updates in a row were skipped, BadData where their data had nothing to learn.
         """
         _, skipped, in_a_row = self._optimizer.tally.tolist()
         spikes_before, self._spikes = self._spikes, self._spikes_so_far()
@@ -36,6 +38,8 @@ class Health:
         if in_a_row > self._patience and float(self._optimizer.bad[0]):
             text, fields = self._row()
             many = f"more than {self._patience} updates in a row were skipped (--max-bad-steps)"
+            if "targets" in fields:
+                raise BadData(f"{many}; {text}: lengthen --seq-len, or leave out documents that are longer than it")
             raise self._diverged(f"{many}; {text}", fields["first"])
         if not new:
             return "", {}
@@ -53,13 +57,20 @@ class Health:
         config, plan, step = self._run.config, self._plan, int(number)
         lr = learning_rate(step - 1, plan.total_steps, config.optimizer, config.schedule)
         begin, end = plan.samples(step - 1), plan.samples(step)
+        figures = {"lm_loss": lm_loss, "aux_loss": aux_loss, "grad_norm": grad_norm, "lr": lr}
+        has = f"lm_loss {lm_loss:.5g}, aux_loss {aux_loss:.5g}, grad_norm {grad_norm:.5g}, learning rate {lr:.2e}"
+        if not math.isfinite(lm_loss) and not self._has_targets(begin, end):
+            figures["targets"], has = 0, "no token that counts in the loss"
         text = (
-            f"step {step}, the first in a row, has lm_loss {lm_loss:.5g}, aux_loss {aux_loss:.5g}, grad_norm "
-            f"{grad_norm:.5g}, learning rate {lr:.2e} on samples {begin} to {end - 1}, {self._windows(begin, end)}: "
+            f"step {step}, the first in a row, has {has} on samples {begin} to {end - 1}, {self._windows(begin, end)}: "
             f"see `llmtrain inspect {config.run.run_dir} --step {step}`"
         )
-        figures = {"lm_loss": lm_loss, "aux_loss": aux_loss, "grad_norm": grad_norm, "lr": lr}
         return text, {"first": step, **figures, "samples": [begin, end]}
+
+    def _has_targets(self, begin: int, end: int) -> bool:
+        """Whether samples [begin, end) have any: those of fine-tuning data may be prompts alone."""
+        batch = assemble(self._run.order, np.arange(begin, end), self._run.config.data.document_mask)
+        return bool((batch.targets != IGNORED).any())
 
     def _windows(self, begin: int, end: int) -> str:
         """The first of the windows that samples [begin, end) are, by name of their source."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmtrain.model.cards import Card, card_of
 from llmtrain.storage.errors import BadData, read_error
-from llmtrain.storage.journal import JsonLines
+from llmtrain.storage.journal import JsonLines, is_number
 
 MEASURED_ON = "H200"
 MEASURED = {
@@ -104,7 +104,7 @@ def _of_bench(path: Path) -> tuple[float, float | None, str]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise read_error(error, path) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadData(f"{path}: is not JSON ({error}): name a run, or what `bench step --output` wrote") from None
     if not isinstance(data, dict) or not _positive(data.get("tflops")):
         raise BadData(f"{path}: holds no rate: name a run, or the JSON that `bench step --output` wrote in data/")
@@ -115,7 +115,7 @@ def _of_bench(path: Path) -> tuple[float, float | None, str]:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return is_number(value) and value > 0
 
 
 def time_lines(pace: Pace | None, flops: float, ranks: int, card: Card | None, tokens: float) -> Iterator[str]:

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MOST_RANKS = 1 << 20
+"""Of one run: no machine is near."""
+
 
 @dataclass(frozen=True)
 class PlanConfig:
@@ -23,6 +26,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"ranks must be 1 or more, not {self.ranks}")
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"ranks must be at most {MOST_RANKS}, not {self.ranks}")
         if self.mfu is not None and not 0 < self.mfu < math.inf:
             raise ValueError(f"mfu must be above 0, such as 0.45, not {self.mfu}")
         if self.mfu is not None and self.measured is not None:

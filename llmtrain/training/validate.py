@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.corpus.batches import held_out_batches
+from llmtrain.corpus.batches import held_out_batches, no_targets
 from llmtrain.corpus.choices import Choices, accuracies, right_answers
 from llmtrain.corpus.kinds import HeldOutText, sums_by_kind
 from llmtrain.corpus.order import Source
@@ -96,6 +96,9 @@ def _token_file(
     )
     if broken:
         return None
+    if not targets:
+        available = source.file.windows(config.data.seq_len)
+        raise no_targets(source.file, min(config.run.val_windows or available, available), "--val-windows")
     return _figures(EvaluationSums(nats, int(targets), 0 if no_table else int(of_bytes)))
 
 

@@ -54,3 +54,31 @@ def test_what_cannot_be_compared_is_one_line(runs: list[str], capsys: pytest.Cap
     assert "tail must be above 0" in capsys.readouterr().err
     assert run(["compare", *runs[:2], "nowhere"]) == 66
     assert run(["compare", *runs, "--plot", "x.txt"]) == 2
+
+
+def test_a_run_is_no_replicate_of_itself(runs: list[str], capsys: pytest.CaptureFixture):
+    for args in ([runs[0], runs[0] + "/", runs[2]], [*runs, "--replicate", runs[1]]):
+        assert run(["compare", *args]) == 2
+        assert "is named twice as a run of A" in capsys.readouterr().err
+
+
+def test_settings_that_json_has_no_word_for_are_text_or_null(runs: list[str], capsys: pytest.CaptureFixture):
+    (Path(runs[2]) / "config.toml").write_text("[optimizer]\nbeta1 = nan\nbegun = 2026-01-02T03:04:05Z\n")
+    assert run(["compare", *runs, "--json"]) == 0
+    changed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["changed_settings"]
+    assert changed["optimizer.beta1"] == [None, None]
+    assert changed["optimizer.begun"] == [None, "2026-01-02 03:04:05+00:00"]
+    (Path(runs[2]) / "config.toml").write_text("optimizer = 5\n")
+    assert run(["compare", *runs]) == 65
+    assert "config.toml: optimizer is no table" in capsys.readouterr().err
+
+
+def test_a_run_may_be_called_anything_in_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pytest.importorskip("matplotlib")
+    names = ["cost$5_^$", "_private", "\u65e5\u672c \udcff\n"]
+    made = [write_run(tmp_path / f"{i}", falling(400, i), seed=i).rename(tmp_path / names[i]) for i in range(3)]
+    sys.stdout.reconfigure(errors="backslashreplace")  # as the console script does
+    assert run(["compare", *map(str, made), "--plot", str(tmp_path / "picture.svg")]) == 0
+    assert capsys.readouterr().err == ""
+    picture = (tmp_path / "picture.svg").read_text()
+    assert "cost$5_^$" in picture and "_private" in picture

@@ -199,3 +199,11 @@ def test_a_state_that_was_altered_is_not_described(tmp_path, capsys):
     assert json.loads((folder / "state.json").read_text())
     code, out = outcome(capsys, "inspect", folder)
     assert code == 65 and "state.json: is damaged" in out
+
+
+def test_figures_that_are_no_numbers_are_left_out(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run")
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "step": 11, "lm_loss": 10**400, "lr": 0.5, "ppl": True}) + "\n")
+    code, out = outcome(capsys, "inspect", run_dir)
+    assert code == 0 and "step 11: lr 0.5\n" in out

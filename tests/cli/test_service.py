@@ -80,7 +80,7 @@ def test_a_unit_is_renewed_by_its_own_run_and_kept_from_another(here, capfd):
     [
         (["--output", "unit.txt"], 2, "ends in .service"),
         (["--output", "a b.service"], 2, "a b.service"),
-        (["--output", "mine.toml/u.service"], 66, "mine.toml"),
+        (["--output", "mine.toml/u.service"], 73, "mine.toml"),
         (["--setenv", "A B=1"], 2, "NAME=VALUE"),
         (["--watchdog", "-1"], 2, "watchdog"),
         (["--warmup-steps", "-1"], 2, "warmup_steps"),

@@ -5,6 +5,7 @@ import pytest
 from llmtrain.corpus.packing import build
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.token_manifest import docs_path, manifest_path
+from llmtrain.training import checkpoint
 from tests.cli.test_inspect import make_run, outcome
 from tests.corpus.files import some_documents, write_documents, write_ids
 from tests.corpus.test_token_file import flip
@@ -57,3 +58,20 @@ def test_a_run_is_verified_checkpoint_by_checkpoint(tmp_path, capsys):
     (run_dir / "checkpoints").mkdir()
     code, out = outcome(capsys, "verify", run_dir)
     assert code == 66 and "holds no checkpoint" in out
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_damaged(tmp_path, capsys, monkeypatch):
+    run_dir = make_run(tmp_path / "run")
+    read = checkpoint.read_manifest
+
+    def vanishing(folder):
+        if folder.name == "step-00000005":
+            shutil.rmtree(folder)
+        return read(folder)
+
+    monkeypatch.setattr(checkpoint, "read_manifest", vanishing)
+    code, out = outcome(capsys, "verify", run_dir)
+    assert code == 0 and "step-00000005: was removed meanwhile" in out and out.count("is sound") == 1
+    shutil.rmtree(run_dir)
+    code, out = outcome(capsys, "inspect", make_run(run_dir))
+    assert code == 0 and "step-00000005" not in out and "step-00000010 " in out

@@ -131,3 +131,12 @@ def test_text_that_cannot_be_read_is_named(error, words, content, fields, tmp_pa
     with pytest.raises(LlmtrainError, match=words) as refused:
         read_text(str(path), tokenizer, 8, **fields)
     assert isinstance(refused.value, error)
+
+
+def test_a_byte_order_mark_is_dropped_and_half_a_surrogate_pair_is_no_text(tmp_path, tokenizer):
+    path = tmp_path / "marked.jsonl"
+    path.write_text(json.dumps(PROMPT), encoding="utf-8-sig")
+    assert len(read_choices(str(path), tokenizer, 64).questions) == 1
+    for change in ({"prompt": "\ud800"}, {"choices": ["a", "\ud800"]}):
+        with pytest.raises(BadData, match="line 1 is no question .*surrogates not allowed"):
+            read_choices(write(path, {**PROMPT, **change}), tokenizer, 64)

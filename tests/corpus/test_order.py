@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.corpus import order
-from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, block_counts, parse_sources, permute
+from llmtrain.corpus.order import SampleOrder, Source, absolute_spec, amount_of, block_counts, parse_sources, permute
 from llmtrain.storage.errors import BadData, UsageError
 from tests.corpus.files import counting_file
 
@@ -225,6 +225,9 @@ def test_a_number_with_a_unit_is_how_many_tokens_to_take():
     assert absolute == [("code", os.path.abspath("a.u16"), 2.5e9, 2_500_000_000)]
     with pytest.raises(UsageError, match="--tokens b: says no number of tokens as others do"):
         parse_sources(["a.u16:2.5B", "b.u16:0.3"])
+    with pytest.raises(UsageError, match="a.u16: 9{40} tokens are more than there are"):
+        parse_sources(["a.u16:" + "9" * 400 + "T"])
+    assert [amount_of(text) for text in ("9" * 5000, "9" * 17 + "T", "1T")] == [None, None, 10**12]
 
 
 @pytest.mark.parametrize("spec", ["", "name=", ":3", "=a.u16", "a.u16:0", "a.u16:-1", "a.u16:nan", "a.u16:inf", "a:0B"])

@@ -147,3 +147,10 @@ def test_settings_that_make_no_sense_are_refused_by_name_and_value(fields):
     ((name, value),) = fields.items()
     with pytest.raises(ValueError, match=f"{name}.*{value}"):
         EvaluateConfig(**fields)
+
+
+def test_a_file_without_a_target_is_refused(model, tmp_path):
+    only_ends = write_ids(tmp_path / "ends.u16", [0] * 40)
+    sources = open_sources([str(only_ends)], model.config, T, eos_id=0)
+    with pytest.raises(BadData, match="none of its 2 windows that were read has a token that counts in the loss"):
+        list(evaluate_sources(model, sources, seq_len=T, batch_size=4, document_mask=True))

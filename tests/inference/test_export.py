@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from llmtrain.cli.main import run as llmtrain
+from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.inference import hf
 from llmtrain.inference.config import SamplingConfig
+from llmtrain.inference.export import export
 from llmtrain.inference.generate import generate
+from llmtrain.inference.model_card import Card
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch
@@ -164,3 +168,32 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_clears_up(runs, tmp_p
     assert left.startswith(".out.") and left.endswith(".partial")
     assert llmtrain(args) == 0
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_run_with_skipped_steps_and_lines_of_others_is_exported(runs, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    shutil.copytree(runs["llama"], run_dir)
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        at = {"step": 4, "tokens": 512}
+        for line in (
+            {"kind": "train", **at, "lm_loss": None}, {"kind": "train", "step": 4}, {"step": True},
+            {"kind": "eval", **at, "source": ["x"], "val_loss": 10**400}, {"kind": "eval", **at, "source": "\ud800"},
+        ):  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+    output = tmp_path / "\udcff"  # a name that is not UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # as the console script does
+    assert command(capsys, "export", run_dir, "--output", output)[0] == 0
+    assert (output / "curves.svg").read_text().count("<polyline") == 2
+    assert "\\ud800" in (output / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_a_weight_beyond_fp16_is_refused_and_not_made_infinite(form, runs, tmp_path):
+    model, config, state = load_model(folder_of(runs["llama"], 8))
+    with torch.no_grad():
+        model.norm.weight[3] = 7e4
+    card = Card.of(state, 1, "fp16", tmp_path / "none")
+    known = tokenizers.load(runs["llama"] / "tokenizer.json")
+    with pytest.raises(ConfigMismatch, match="--dtype fp16: model.norm.weight has a number beyond 65,504"):
+        export(model, known, tmp_path / "x", form, "fp16", card)
+    assert not (tmp_path / "x").exists()

@@ -53,5 +53,12 @@ def test_settings_are_named_by_their_table(tmp_path: Path):
     assert read_settings(run) == {"optimizer.name": "muon", "run.run_dir": str(run), "run.seed": 3}
     assert read_settings(tmp_path) == {}
     (tmp_path / "config.toml").write_text("[")
-    with pytest.raises(BadData, match="cannot be read as TOML"):
+    with pytest.raises(BadData, match="is not TOML"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["optimizer = 1", "[[optimizer]]\na = 1", "a = " + "[" * 5000, "a = " + "9" * 5000])
+def test_a_configuration_that_is_none_is_said(text: str, tmp_path: Path):
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(BadData, match="config.toml: .*: correct it"):
         read_settings(tmp_path)

@@ -142,3 +142,13 @@ def test_what_cannot_be_is_one_line(tmp_path, capsys):
         assert run(["report", str(folder), *more]) == code
         assert capsys.readouterr().err.count("\n") == 1
     assert run(["report"]) == 2
+
+
+def test_what_no_utf_8_holds_and_samples_that_are_none_end_no_report(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", 100, sources=("a\ud800",)).rename(tmp_path / "run\udcff")
+    (folder / "samples.jsonl").unlink()
+    (folder / "samples.jsonl").mkdir()
+    page = tmp_path / "report.html"
+    sys.stdout.reconfigure(errors="backslashreplace")  # as the console script does
+    report(capsys, folder, folder, "--output", page)
+    assert "run\\udcff" in page.read_text(encoding="utf-8")

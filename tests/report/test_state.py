@@ -97,3 +97,13 @@ def test_what_is_said_to_people():
     assert said(line("event", 3, event="note", text="a note")) == "step 3: a note"
     assert said(line("eval", 3, source="held", val_loss=1.5, ppl=4.4817)) == "step 3: held val_loss 1.5000, ppl 4.4817"
     assert said(train(3, 1.0)) == ""
+
+
+def test_lines_in_disorder_and_figures_that_no_float_holds_are_passed_over():
+    losses = Losses()
+    for step in (100, 5, 4, 6):
+        losses.add(step, float(step))
+    assert losses.steps == (4, 6) and losses.columns(2) == [4.0, 6.0]
+    large = 10**400
+    state = state_of(train(1, large, mfu=large), line("eval", 1, source="held", val_loss=large), train(2, 3.0))
+    assert state.losses.steps == (2, 2) and said(line("eval", 1, source="held", val_loss=large)) == ""

@@ -279,3 +279,17 @@ def test_storage_needs_neither_torch_nor_numpy():
         code += f"import llmtrain.storage.{module}\n"
     code += "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_link_to_a_device_keeps_its_place(tmp_path: Path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "out").symlink_to("/proc/self/fd/1")  # as /dev/stdout is, which may be a plain file
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "to-folder").symlink_to("folder")
+    for name in ("null", "out", "to-folder"):
+        with pytest.raises(CannotCreate, match="cannot be created"):
+            atomic.write_bytes(tmp_path / name, b"x")
+        assert (tmp_path / name).is_symlink()
+    (tmp_path / "dangling").symlink_to("nothing")
+    atomic.write_bytes(tmp_path / "dangling", b"x")
+    assert (tmp_path / "dangling").read_bytes() == b"x"

@@ -14,7 +14,7 @@ from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.token_manifest import BlockHashes, docs_path, mask_path, write_manifest
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.transformer import Transformer
-from llmtrain.storage.errors import InputMissing, UsageError
+from llmtrain.storage.errors import BadData, InputMissing, UsageError
 from llmtrain.training import run
 from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from llmtrain.training.run_corpus import open_corpus
@@ -144,3 +144,29 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(folder, 
         run.train(config, resume=False)
     with pytest.raises(ValueError, match="val_kind_field kind is of val_text"):
         settings(folder, tmp_path, val_kind_field="kind")
+
+
+def test_prompts_without_anything_to_learn_are_said_to_be_that(folder, tmp_path):
+    def masked(name: str) -> str:
+        """pairs.u16 with a mask that leaves everything out."""
+        tokenizer = tokenizers.load(folder / "tokenizer.json")
+        ids = np.fromfile(folder / "pairs.u16", "<u2")
+        ids.tofile(tmp_path / name)
+        np.zeros(ids.size, np.uint8).tofile(mask_path(tmp_path / name))
+        hashes = BlockHashes(), BlockHashes()
+        hashes[0].update(ids)
+        hashes[1].update(np.zeros(ids.size, np.uint8))
+        write_manifest(
+            tmp_path / name, tokens=ids.size, documents=len(PAIRS), max_id=int(ids.max()), inputs=[],
+            vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, engine={"name": "tokenizers", "version": "0"},
+            tokenizer={"file": "t", "sha256": tokenizer.sha256}, sha256=hashes[0].hexdigests(),
+            mask={"loss_tokens": 0, "sha256": hashes[1].hexdigests()},
+        )  # fmt: skip
+        return str(tmp_path / name)
+
+    with pytest.raises(BadData, match="none of its .* windows that were read has a token that counts in the loss"):
+        run.train(settings(folder, tmp_path / "held", val_tokens=(masked("held.u16"),)), resume=False)
+    config = settings(folder, tmp_path / "run")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokens=(masked("none.u16"),)))
+    with pytest.raises(BadData, match="more than 3 updates .* step 1, the first in a row, has no token that counts"):
+        run.train(config, resume=False)
