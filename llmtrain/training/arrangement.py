@@ -8,7 +8,7 @@ import torch
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Room, Unit, memory_of, needs
-from llmtrain.training.parallel import Grid
+from llmtrain.training.grid import Grid
 from llmtrain.training.stages import check_micro_batches, stages_of, words
 
 

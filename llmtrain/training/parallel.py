@@ -1,6 +1,5 @@
-"""One run as several processes: who takes part, what they add up, how they agree to stop, and who is named when one
-of them dies, hangs or is slow. Everything that knows of more than one rank is here and in `watch`; alone, a World does
-nothing.
+"""One run as several processes: who takes part, what they add up, and who is named when one of them dies, hangs or is
+slow. Everything that knows of more than one rank is here, in `watch` and in `agreed_stop`; alone, a World does nothing.
 
 A step has one exchange, a sum over the ranks of what each has added up. All else goes through the launcher's key-value
 store: each rank writes a beat there every second, and looks for its neighbour's.
@@ -9,56 +8,29 @@ store: each rank writes a beat there every second, and looks for its neighbour's
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmtrain.storage.errors import RankLost, StopRequested, UsageError
+from llmtrain.training.agreed_stop import AgreedStop
 from llmtrain.training.config import RunConfig, world_size
-from llmtrain.training.lifecycle import StopFlag
+from llmtrain.training.grid import Grid
 from llmtrain.training.notify import LEEWAY, LONG
 from llmtrain.training.together import Together
 from llmtrain.training.watch import Watch
 
 MEETING = 600.0
 """Seconds within which all ranks have to be there; boxes do not boot at the same time."""
-AHEAD = 2
-"""Steps from the one at whose begin a stop is asked for to the stop. A rank that begins step n + 2 has the sum of step
-n behind it, so it can see what was said before that sum by any other."""
-
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Grid:
-    """How ranks share a model and the data: stages x copies x shards. Those of one stage have the same layers; a shard
-    is a part of these layers' weights; copies have the same. Data are shared among all ranks of a stage."""
-
-    stages: int = 1
-    copies: int = 1
-    shards: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.stages * self.copies * self.shards
-
-    @property
-    def parts(self) -> int:
-        """Ranks that have the whole model together."""
-        return self.stages * self.shards
-
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """Stage, copy and shard of a rank. Those that differ in their shard alone are neighbours."""
-        return rank // (self.copies * self.shards), rank // self.shards % self.copies, rank % self.shards
 
 
 class World:
@@ -75,10 +47,7 @@ class World:
         self._data: dist.ProcessGroup | None = None
         self.together = Together()
         """All ranks, for what they do together or not at all."""
-        self.stopped_by = ""
-        """The signal that the agreed stop comes from, and which rank it went to."""
-        self._stop_at: int | None = None
-        self._proposed = False
+        self.agreed_stop = AgreedStop()
         self._shared = 0
         self._store: dist.Store | None = None
         self._watch: Watch | None = None
@@ -140,27 +109,26 @@ class World:
         """Adds both up over the ranks of a stage, in place, behind the work issued so far and before what is issued
         next; of the gradients the first `sharded` elements are added up over the shards already. Raises RankLost."""
         assert self._watch is not None
-        self._watch.before_sum(gradients.is_cuda)
+        self._watch.before_sum()
         if sharded and self.grid.copies > 1:
             self._add(gradients[:sharded], over=self.group("copy"))
         if self.data_ranks > 1:
             self._add(gradients[sharded:], sums, over=self._data)
-        self._watch.after_sum(gradients.is_cuda)
+        self._watch.after_sum()
 
     def take_highest(self, tensor: Tensor) -> None:
         """Raises each number to the highest of the ranks of a stage, in place; as `add_gradients`."""
-        if self.data_ranks == 1:
-            return
-        try:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, self._data)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        if self.data_ranks > 1:
+            self._add(tensor, over=self._data, operation=dist.ReduceOp.MAX)
 
-    def _add(self, *tensors: Tensor, over: dist.ProcessGroup | None = None) -> None:
+    def _add(
+        self, *tensors: Tensor, over: dist.ProcessGroup | None = None, operation: Any = dist.ReduceOp.SUM
+    ) -> None:
         """`over`: all ranks where it is None."""
         try:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=over)
+            with self.waiting():
+                for tensor in tensors:
+                    dist.all_reduce(tensor, operation, over)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -181,8 +149,9 @@ class World:
         if self.alone:
             return
         try:
-            for tensor in tensors:
-                dist.broadcast(tensor, 0)
+            with self.waiting():
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -253,43 +222,12 @@ class World:
     def _get(self, key: str) -> str:
         assert self._store is not None
         try:
-            return self._store.get(key).decode()
+            with self.waiting():
+                return self._store.get(key).decode()
         except RuntimeError as error:
             raise self._lost(error) from error
 
     # How it ends.
-
-    def must_stop(self, stop: StopFlag, at_step: int, begun: bool) -> bool:
-        """Whether the run stops here, which all ranks are told of the same step, AHEAD of where a signal met one of
-        them. begun: the step has, which then is carried through. Alone: at once."""
-        if self.alone:
-            return bool(stop)
-        return not begun and self.asked_to_stop(stop, at_step) and at_step >= (self._stop_at or 0)
-
-    def asked_to_stop(self, stop: StopFlag, at_step: int) -> bool:
-        """Whether any rank was. To be asked before step at_step + 1 begins."""
-        if self.alone:
-            return bool(stop)
-        assert self._store is not None
-        if self._stop_at is not None:
-            return True
-        try:
-            if stop and not self._proposed:
-                self._proposed = True
-                by = f"{stop.name}, which rank {self.rank} on {socket.gethostname()} got,"
-                self._store.compare_set("stop", "", json.dumps({"step": at_step + AHEAD, "by": by}))
-            if self._store.check(["stop"]):
-                said = json.loads(self._store.get("stop"))
-                self._stop_at, self.stopped_by = said["step"], said["by"]
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return self._stop_at is not None
-
-    def stop_at(self, step: int) -> None:
-        """For ranks that have all come to know at this step that a stop was asked for: no step more."""
-        if self._store is not None:
-            self._stop_at = step
-            self.stopped_by = json.loads(self._get("stop"))["by"]
 
     def alive(self, within: float | None = None) -> None:
         """This rank goes on, and says so again `within` seconds; None: as soon as --rank-timeout wants it."""
@@ -336,11 +274,20 @@ class World:
             self._watch.step = step
 
     def pace(self) -> tuple[dict[str, float], str]:
-        """For the train line: what ranks take for a step until they wait for the others, median and most, in ms; and
-        a line that names one that is slow, where one is. Nothing on other ranks than 0."""
-        if self._watch is None or not self.first or self.grid.parts > 1:
-            return {}, ""  # those that share a model out wait for each other all the time
+        """For the train line: what ranks take for a step until they wait for the others, or where they have a model
+        together what `time_layers` says, median and most, in ms; and a line that names one that is slow, where one
+        is. Nothing on other ranks than 0."""
+        if self._watch is None or not self.first:
+            return {}, ""
         return self._watch.pace()
+
+    def time_layers(self, layers: nn.ModuleDict, alike: Sequence[int]) -> None:
+        """Where ranks have a model together, and so wait for each other all the time, what counts as a rank's pace is
+        from now on the forward of those of its layers that are `alike`, as if all ranks had as many; a rank without
+        any has none. Elsewhere this does nothing."""
+        if self._watch is not None and self.grid.parts > 1:
+            own = [layers[str(layer)] for layer in alike if str(layer) in layers]
+            self._watch.time_layers(own, len(alike) / self.grid.stages)
 
     def _lost(self, error: RuntimeError) -> RankLost:
         """The error to raise in place of one that a sum or the store has given."""
@@ -367,6 +314,7 @@ class World:
             store, _, _ = next(dist.rendezvous("env://", self.rank, self.size, timeout=meeting))
             store.set_timeout(patience)
             self._store = dist.PrefixStore(f"llmtrain/{attempt}", store)
+            self.agreed_stop = AgreedStop(self.rank, self._store, self._lost)
             self.together = Together(self.rank, self.size, self._store, "all", self._lost)
             self._watch = Watch(self.rank, self.size, self._another_client(), run, device)
             self._watch.start()

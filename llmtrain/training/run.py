@@ -252,7 +252,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
 
         def goes_on() -> bool:
             alive(LONG)
-            return not world.asked_to_stop(stop, run.at_step)
+            return not world.agreed_stop.is_asked_for(stop, run.at_step)
 
         throughput.pause()
         alive(LONG)
@@ -263,7 +263,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 log.line(f"step 0: evaluates {held_out.name} on {what_is_read(held_out, run.config)}")
             found = validate(step, held_out, run.config, run.device, goes_on, world)
             if found is None:
-                world.stop_at(run.at_step)
+                world.agreed_stop.put_at(run.at_step)
                 return False
             for name, figures in found.items():
                 if name not in done:
@@ -272,7 +272,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         return True
 
     def by() -> str:
-        return world.stopped_by or stop.name
+        return world.agreed_stop.by or stop.name
 
     def stopped() -> StopRequested:
         return StopRequested(
@@ -316,7 +316,7 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
                 replay.begin()
             for i in range(micro_batches):
                 alive()
-                while not (stops := world.must_stop(stop, run.at_step, begun=i > 0)) and not stream.ready(POLL):
+                while not (stops := world.agreed_stop.is_due(stop, run.at_step, i > 0)) and not stream.ready(POLL):
                     pass
                 if stops:
                     # A step that has begun is dropped: the first micro-batch of the next one overwrites its gradients.

@@ -8,6 +8,8 @@ divided here. Vectors are a thousandth of a model and FP32 in the forward too: e
 gradients are added up once a step.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +22,16 @@ from torch.distributed.tensor import DTensor, Shard
 from llmtrain.model.transformer import Transformer
 from llmtrain.training.flat import FlatParameters
 
+Waiting = Callable[[], AbstractContextManager[None]]
+# Each under its newer name where torch has that: it warns of the other.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class ShardedParameters(FlatParameters):
     """Takes over the parameters of `model`, on the meta device: afterwards this rank's rows are on `device`, zero, and
-    the model is FSDP's. mesh: one-dimensional, the ranks that have the model together."""
+    the model is FSDP's. mesh: one-dimensional, the ranks that have the model together. waiting: the block in which this
+    rank waits for the others, as `World.waiting`."""
 
     keeps_narrow = False  # FSDP makes its own where it gathers
 
@@ -34,8 +42,9 @@ class ShardedParameters(FlatParameters):
         compute_dtype: torch.dtype,
         mesh: DeviceMesh,
         master_dtype: torch.dtype = torch.float32,
+        waiting: Waiting = nullcontext,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self._waiting = mesh, waiting
         self.group = mesh.get_group()
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         policy = MixedPrecisionPolicy(
@@ -48,7 +57,11 @@ class ShardedParameters(FlatParameters):
         for method in ("loss", "logits"):
             register_fsdp_forward_method(model, method)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        gather: Any = _Exchange(_all_gather, waiting)
+        reduce_scatter: Any = _Exchange(_reduce_scatter, waiting)
         for unit in self._units:
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce_scatter)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         super().__init__(model, device, compute_dtype, master_dtype, shard=(mesh.get_local_rank(), mesh.size()))
@@ -88,7 +101,8 @@ class ShardedParameters(FlatParameters):
     def grad_norm(self) -> Tensor:
         assert self.grad is not None
         squares = torch.linalg.vector_norm(self.grad[: self.n_decayed]).double().square()
-        dist.all_reduce(squares, group=self.group)
+        with self._waiting():
+            dist.all_reduce(squares, group=self.group)
         return (squares + torch.linalg.vector_norm(self.grad[self.n_decayed :]).double().square()).sqrt()
 
     def gather(self, flat: Tensor, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -98,7 +112,8 @@ class ShardedParameters(FlatParameters):
         end = self.spans[names[-1]].begin + -(-last[0] // shards) * last[1:].numel()
         mine = flat[begin:end].to(dtype)
         parts = torch.empty((shards, len(mine)), dtype=dtype, device=mine.device)
-        dist.all_gather_into_tensor(parts.view(-1), mine, group=self.group)
+        with self._waiting():
+            _all_gather(parts.view(-1), mine, group=self.group)
         found = {}
         for name in names:
             shape, at = self._shapes[name], self.spans[name].begin - begin
@@ -122,3 +137,17 @@ def _widen_gradients(module: nn.Module, dtype: torch.dtype) -> None:
         if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter.dtype != dtype:
             wide: Any = parameter
             wide.grad_dtype = dtype
+
+
+class _Exchange:
+    """An exchange of FSDP, as it makes it by itself, in a block of `waiting`."""
+
+    def __init__(self, make: Callable[..., Any], waiting: Waiting) -> None:
+        self._make, self._waiting = make, waiting
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **named: Any) -> Any:
+        with self._waiting():
+            return self._make(output_tensor, input_tensor, **named)

@@ -5,6 +5,7 @@ a run to the next.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -177,6 +178,13 @@ def stages_of(config: TrainConfig, ranks: int) -> list[Stage]:
     run = config.run
     count = ranks * STAGES_A_RANK[run.pipeline_schedule]
     return cut(config.model, config.data.seq_len, run.checkpoint_activations, count)
+
+
+def layers_alike(c: ModelConfig) -> list[int]:
+    """Those of the kind that the model has most of: whichever ranks have them, they are equally dear."""
+    kinds = [(window, c.is_routed(layer)) for layer, window in enumerate(c.windows)]
+    most, _ = Counter(kinds).most_common(1)[0]
+    return [layer for layer, kind in enumerate(kinds) if kind == most]
 
 
 def words(stages: Sequence[Stage], ranks: int, schedule: PipelineSchedule) -> str:

@@ -24,6 +24,7 @@ from llmtrain.training.muon import optimizer_of
 from llmtrain.training.parallel import World
 from llmtrain.training.plan import Plan, steps_of_run
 from llmtrain.training.run_corpus import corpus_identity
+from llmtrain.training.stages import layers_alike
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 from llmtrain.training.tables import refuse_another_run, to_tables
 from llmtrain.training.together import Together
@@ -141,6 +142,7 @@ def start(
     if (least := world.least(config.run.micro_batch_size)) < config.run.micro_batch_size:
         del train_step
         config, train_step, trial = fitting_step(fit.with_batch_size(config, least), *parts, False, world.size)
+    world.time_layers(model.layers, layers_alike(config.model))
     if not world.alone and place is None:
         train_step.add_up = functools.partial(world.add_gradients, sharded=flat.n_sharded)
         train_step.take_highest = world.take_highest
@@ -218,7 +220,7 @@ def parameters_of(
         from llmtrain.training.sharded import ShardedParameters  # who has one card need not wait for FSDP's import
 
         assert world.mesh is not None
-        return ShardedParameters(model, device, dtype, world.mesh["shard"])
+        return ShardedParameters(model, device, dtype, world.mesh["shard"], waiting=world.waiting)
     build = FlatParameters if place is None else place.parameters
     return build(model, device, dtype, eight_bit=eight_bit(config.run), mx=precision == "mxfp8")
 

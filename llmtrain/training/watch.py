@@ -8,18 +8,20 @@ import socket
 import statistics
 import threading
 import time
-from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from llmtrain.storage.errors import Diverged, LlmtrainError, RankLost, StopRequested, write_error
 from llmtrain.training.config import RunConfig, under_torchrun
 from llmtrain.training.lifecycle import write_status
 from llmtrain.training.notify import LONG
+from llmtrain.training.own_time import OwnTime, time_forward
 
 BEAT = 1.0
 """Seconds between two signs of life of a rank."""
@@ -48,11 +50,9 @@ class Watch(threading.Thread):
         self._due = time.monotonic() + LONG
         self._last = time.monotonic()
         self._beats = 0
-        self._sums = 0  # that this rank has reached: its device, on a card
-        self._events: deque[tuple[torch.cuda.Event | None, torch.cuda.Event]] = deque()
-        self._after: torch.cuda.Event | None = None
-        self._since: float | None = None
-        self._own: deque[float] = deque(maxlen=16)
+        self._own = OwnTime(device.type == "cuda")
+        self._layers: int | None = None  # whose forward is timed; None: all that comes before a sum is
+        self._even = 0.0  # the layers of a rank, if all had as many
         self._said_slow = -1
         self._slow: tuple[int, int] = (-1, 0)
         who = {"host": socket.gethostname(), "pid": os.getpid(), "log": str(self.path.absolute())}
@@ -72,22 +72,18 @@ class Watch(threading.Thread):
         self._last = time.monotonic()
         self._due = self._last + max(within or 0.0, self.patience)
 
-    def before_sum(self, on_card: bool) -> None:
-        if on_card:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append((self._after, event))
-        else:
-            self._sums += 1
-            if self._since is not None:
-                self._own.append(1e3 * (time.perf_counter() - self._since))
+    def before_sum(self) -> None:
+        if self._layers is None:
+            self._own.end()
+        self._own.end_step()
 
-    def after_sum(self, on_card: bool) -> None:
-        if on_card:
-            self._after = torch.cuda.Event(enable_timing=True)
-            self._after.record()
-        else:
-            self._since = time.perf_counter()
+    def after_sum(self) -> None:
+        if self._layers is None:
+            self._own.begin()
+
+    def time_layers(self, layers: Sequence[nn.Module], even: float) -> None:
+        self._layers, self._even = len(layers), even
+        time_forward(layers, self._own)
 
     def leave(self, error: BaseException | None) -> None:
         self._over.set()
@@ -154,15 +150,20 @@ class Watch(threading.Thread):
                     return self._end(text, RankLost.exit_code)
 
     def _beat(self) -> None:
-        while self._events and self._events[0][1].query():
-            before, event = self._events.popleft()
-            self._sums += 1
-            if before is not None:
-                self._own.append(before.elapsed_time(event))
-        own = statistics.median(self._own) if self._own else None
+        ms = self._own.ms()
+        if ms is not None and self._layers is not None:
+            ms *= self._even / self._layers
         self._beats += 1
-        beat = {"n": self._beats, "sums": self._sums, "step": self.step, "ms": own, "waits": self.waits}
+        beat = {"n": self._beats, "sums": self._own.steps, "step": self.step, "ms": ms}
+        beat |= {"timed": self._layers != 0, "waits": self.waits or self._device_waits()}
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _device_waits(self) -> bool:
+        """Whether a card has something left to do, which where nobody goes on is to wait for the others: the host of
+        one that waits runs ahead of it, and halts anywhere; that of one that hangs has given its card nothing more."""
+        if self._layers is None or self.device.type != "cuda":
+            return False
+        return not torch.cuda.default_stream(self.device).query()
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
@@ -183,27 +184,29 @@ class Watch(threading.Thread):
     def _stuck(self, seconds: float) -> str:
         """The line for a run that does not go on, though this rank's thread does: who is behind the others?"""
         beats = self._read_beats()
-        reached = {rank: beat["sums"] for rank, beat in beats.items()}
-        behind = [rank for rank, sums in reached.items() if sums == min(reached.values())]
+        fewest = min((beat["sums"] for beat in beats.values()), default=0)
+        behind = [rank for rank, beat in beats.items() if beat["sums"] == fewest]
         where = f"for {seconds:.0f} s, in step {self.step + 1}"
-        if len(behind) == len(reached):
+        if len(behind) > 1:
             # Ranks that share a model out wait for each other before the sum too. Of those that look here at the same
             # time each must go on giving signs of life, or they take one another for dead.
             for _ in range(4):
                 self._over.wait(BEAT)
                 self._beat()
-            silent = [rank for rank, beat in self._read_beats().items() if rank != self.rank and beat == beats[rank]]
+            latest = self._read_beats()
+            silent = [rank for rank in behind if rank != self.rank and latest.get(rank) == beats[rank]]
             if silent:
                 return f"{self._named(silent[0])} is dead or frozen: nobody has gone on {where}"
-            behind = [rank for rank in behind if not beats[rank]["waits"]]
-        if len(behind) in (0, len(reached)):
-            return f"no rank has gone on {where}: all have reached the same sum, so see to the network between them"
+            behind = [rank for rank in behind if not latest.get(rank, beats[rank])["waits"]]
+        if len(behind) in (0, len(beats)):
+            return f"no rank has gone on {where}: none is behind the others, so see to the network between them"
         more = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
         return f"{self._named(behind[0])}{more} has not gone on {where}, and the others wait for it"
 
     def pace(self) -> tuple[dict[str, float], str]:
-        ms = {rank: beat["ms"] for rank, beat in self._read_beats().items() if beat["ms"] is not None}
-        if len(ms) < self.size:
+        beats = self._read_beats()
+        ms = {rank: beat["ms"] for rank, beat in beats.items() if beat["ms"] is not None}
+        if len(beats) < self.size or len(ms) < sum(beat["timed"] for beat in beats.values()):
             return {}, ""
         median = statistics.median_low(ms.values())
         slowest = max(ms, key=lambda rank: ms[rank])
@@ -216,7 +219,8 @@ class Watch(threading.Thread):
         if self._slow[1] < 2 or self._said_slow == slowest:
             return figures, ""
         self._said_slow = slowest
-        text = f"{self._named(slowest)} is slow: {ms[slowest]:.1f} ms a step until it waits for the others, "
+        of = "until it waits for the others" if self._layers is None else f"for the forward of {self._even:g} layers"
+        text = f"{self._named(slowest)} is slow: {ms[slowest]:.1f} ms a step {of}, "
         return figures, text + f"{median:.1f} ms is the median: all go at its pace"
 
     def _say_failed(self, text: str, error: BaseException | None = None) -> None:

@@ -44,9 +44,10 @@ from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig, PipelineSchedule, Precision, RunConfig
 from llmtrain.training.devices import pick_device
 from llmtrain.training.flat import FlatParameters
+from llmtrain.training.grid import Grid
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
-from llmtrain.training.parallel import Grid, World, world_of
+from llmtrain.training.parallel import World, world_of
 from llmtrain.training.replay import bit_hash
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 

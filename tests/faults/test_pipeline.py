@@ -62,7 +62,8 @@ from llmtrain.kernels.cross_entropy import IGNORED
 from llmtrain.model.config import ModelConfig
 from llmtrain.training.config import OptimizerConfig, RunConfig
 from llmtrain.training.devices import pick_device
-from llmtrain.training.parallel import Grid, world_of
+from llmtrain.training.grid import Grid
+from llmtrain.training.parallel import world_of
 from llmtrain.training.pipeline import build_step
 from llmtrain.training.step import TrainStep
 
@@ -214,6 +215,34 @@ def test_a_stage_that_is_lost_is_named_in_a_line_and_the_run_goes_on(what, lost,
         run = forks.start_ranks(here, name, 2, *options)
         assert run.end(AT_MOST) == [0, 0] and "starts at step 20 of 50" in run[0].out
         assert losses(here / name) == pytest.approx(alone, rel=1e-6)
+
+
+SLOW = """
+from llmtrain.model import transformer
+from llmtrain.training import pipeline
+forward, update, steps = transformer.Block.forward, pipeline.PipelineStep.optimizer_step, [0]
+def slow(self, *arguments):
+    time.sleep(0.12 if rank == 1 and steps[0] >= 10 else 0.04)
+    return forward(self, *arguments)
+def counted(self, lr):
+    update(self, lr)
+    steps[0] += 1
+transformer.Block.forward, pipeline.PipelineStep.optimizer_step = slow, counted
+"""
+
+
+def test_a_rank_is_named_that_becomes_slow_and_not_one_with_the_dearer_stage(here, forks):
+    options = [*OPTIONS, *PIPELINE, "--n-layers", "3", "--batch-size", "4", "--total-steps", "24"]
+    options += ["--run-dir", "slow-stage"]
+    run = forks.start_ranks(here, "slow-stage", 2, *options, before=SOON + SLOW)
+    assert run.end(AT_MOST) == [0, 0], [rank.err for rank in run.ranks]
+    assert "rank 0 embedding + layers 0-1: " in run[0].out and "rank 1 layer 2 + head: " in run[0].out
+    said = [event for event in lines(here / "slow-stage", "event") if event["event"] == "slow_rank"]
+    assert [event["text"][:10] for event in said] == ["rank 1 on "] and said[0]["step"] > 10, said
+    trained = {line["step"]: line for line in lines(here / "slow-stage", "train")}
+    # Two micro-batches of a layer and a half.
+    assert trained[24]["slowest_rank"] == 1 and trained[24]["slowest_rank_ms"] > 2 * 1.5 * 120, trained[24]
+    assert 2 * 1.5 * 40 < trained[10]["slowest_rank_ms"] < 1.5 * trained[10]["rank_ms"], trained[10]
 
 
 @pytest.mark.parametrize(

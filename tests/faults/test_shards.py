@@ -53,7 +53,8 @@ from llmtrain.training.config import OptimizerConfig, RunConfig
 from llmtrain.training.devices import pick_device
 from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
-from llmtrain.training.parallel import Grid, world_of
+from llmtrain.training.grid import Grid
+from llmtrain.training.parallel import world_of
 from llmtrain.training.sharded import ShardedParameters
 from llmtrain.training.step import TrainStep
 
@@ -208,6 +209,37 @@ def test_a_rank_lost_in_the_middle_of_a_step_is_named_and_the_run_goes_on(signal
         return
     assert forks.start_ranks(here, name, 2, *options).end(AT_MOST) == [0, 0]
     assert losses(here / name) == pytest.approx(alone, rel=1e-6)
+
+
+# In the forward of a layer, of which there are three: in each the other rank waits for it before the next.
+SLOW_THEN_HANGS = SOON + """
+from llmtrain.model import transformer
+forward, calls = transformer.Block.forward, [0]
+def slow(self, *arguments):
+    calls[0] += 1
+    if calls[0] == 3 * 16 + 2:
+        print("HERE", flush=True)
+        time.sleep(100)
+    time.sleep(0.05)
+    return forward(self, *arguments)
+if rank == 1: transformer.Block.forward = slow
+"""
+
+
+def test_a_rank_that_is_slow_is_named_and_so_it_is_when_it_hangs(here, forks):
+    options = (*FSDP, "--n-layers", "3", "--batch-size", "4", "--rank-timeout", "3", "--run-dir", "slow-shard")
+    run = forks.start_ranks(here, "slow-shard", 2, *options, before=SLOW_THEN_HANGS)
+    run[1].says("HERE", AT_MOST)
+    assert run.end(AT_MOST) == [69, 69], [rank.err for rank in run.ranks]
+    trained = lines(here / "slow-shard", "train")[-1]
+    # The other has waited for it three times a step, which is no part of what it takes itself.
+    assert trained["slowest_rank"] == 1 and trained["slowest_rank_ms"] > 150 > 2 * trained["rank_ms"], trained
+    said = [event["text"] for event in lines(here / "slow-shard", "event") if event["event"] == "slow_rank"]
+    assert len(said) == 1 and "rank 1 on" in said[0] and " ms a step for the forward of 3 layers, " in said[0], said
+    named = rf"rank 1 on \S+ \(process {run[1].pid}, log .*rank-00001.log\) has not gone on for \d+ s, in step "
+    # One of them may have to say that the store has gone with the other, which said it.
+    assert re.search(named, run[0].err + run[1].err), run[0].err + run[1].err
+    assert all(rank.err.count("\n") <= 1 for rank in run.ranks), run[0].err + run[1].err
 
 
 def test_what_shards_cannot_do_is_refused_in_a_line(here, forks):

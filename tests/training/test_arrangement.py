@@ -8,7 +8,7 @@ from llmtrain.storage.errors import UsageError
 from llmtrain.training.arrangement import ALONE, arrange
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Room, memory_of, needs
-from llmtrain.training.parallel import Grid
+from llmtrain.training.grid import Grid
 from tests.training.test_fit import CARD, asked
 
 

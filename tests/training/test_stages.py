@@ -13,6 +13,7 @@ from llmtrain.training.stages import (
     costs,
     cut,
     in_flight,
+    layers_alike,
     of_rank,
     words,
 )
@@ -83,3 +84,10 @@ def test_what_a_schedule_cannot_run_is_refused_with_advice():
         check_micro_batches(3, 4, "1f1b")
     with pytest.raises(UsageError, match="interleaved: a step of 9 micro-batches .* 8 would be"):
         check_micro_batches(9, 4, "interleaved")
+
+
+def test_layers_that_are_alike_are_those_of_the_commonest_kind():
+    assert layers_alike(MODEL) == list(range(16))
+    assert layers_alike(dataclasses.replace(MODEL, n_layers=5, window=128, global_every=3)) == [0, 1, 3, 4]
+    routed = dataclasses.replace(MODEL, n_layers=5, moe=True, moe_layers=3)
+    assert layers_alike(routed) == [2, 3, 4]
