@@ -11,8 +11,9 @@ import click
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.cli.bench_ops import COMMANDS as OP_COMMANDS
 from llmtrain.cli.bench_ops import example
-from llmtrain.cli.options import ConfigCommand, build, config_options
-from llmtrain.cli.train import complete_preset, preset_path, read_tables
+from llmtrain.cli.options import ConfigCommand, ExampleGroup, build, config_options
+from llmtrain.cli.presets import complete_preset, preset_path
+from llmtrain.cli.train import read_tables
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.config import DataConfig, RunConfig, of_auto
@@ -21,9 +22,12 @@ RANDOM_VOCABULARY = 16384
 """Where neither the command line nor the configuration says one: there is no token file to ask."""
 
 
-@click.group(epilog=example("step --config 102m"))
-def command() -> None:
+@click.group(cls=ExampleGroup, invoke_without_command=True, epilog=example("step --config 102m"))
+@click.pass_context
+def command(ctx: click.Context) -> None:
     """Measure a training step on random tokens, or one of its ops."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 for op_command in OP_COMMANDS:

@@ -3,6 +3,7 @@
 import click
 
 from llmtrain.cli.main import COMPLETION, cli
+from llmtrain.cli.options import ConfigCommand
 
 EPILOG = """Example:
 
@@ -10,7 +11,7 @@ EPILOG = """Example:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
     """Print what makes a shell complete commands, options and file names.

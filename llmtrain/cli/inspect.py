@@ -9,6 +9,7 @@ from typing import Any, Literal
 import click
 
 from llmtrain.cli.inspect_tokens import Line, token_file_lines
+from llmtrain.cli.options import ConfigCommand
 from llmtrain.corpus.shards import find_parts
 from llmtrain.storage.errors import BadData, InputMissing, LlmtrainError, UsageError
 from llmtrain.storage.units import in_bytes
@@ -27,7 +28,7 @@ EPILOG = """Example:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(1), help="Of a run: the samples that this step trains on, and their text.")
 @click.option(

@@ -1,5 +1,6 @@
 """The `llmtrain` command: a lazy group, and the one place where an error becomes a line and an exit code."""
 
+import difflib
 import errno
 import faulthandler
 import importlib
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 from llmtrain import __version__
+from llmtrain.cli.options import ExampleGroup
 from llmtrain.storage.errors import (
     STOP_SIGNALS,
     InternalError,
@@ -49,11 +51,19 @@ COMMANDS = {
     "completion": ("llmtrain.cli.completion", "Print what makes bash, zsh or fish complete commands and options."),
 }
 
+EPILOG = """Example:
+
+    llmtrain train-tokenizer --input data/text
+    llmtrain tokenize-corpus --input data/text
+    llmtrain train --config 31m --val-tokens data/corpus.val.u16 --val-every 500
+    llmtrain generate --prompt "Once upon a time"
+"""
+
 COMPLETION = "_LLMTRAIN_COMPLETE"
 """The variable by which a shell asks for completions; `llmtrain completion` prints the script that does."""
 
 
-class LazyGroup(click.Group):
+class LazyGroup(ExampleGroup):
     """A group that imports the module of a command only when that command is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -65,6 +75,11 @@ class LazyGroup(click.Group):
         command = importlib.import_module(COMMANDS[name][0]).command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, 1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         from click.shell_completion import CompletionItem
@@ -83,7 +98,9 @@ def switch_debug_on(ctx: click.Context, param: click.Parameter, value: bool) -> 
         os.environ["LLMTRAIN_DEBUG"] = "1"
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
 @click.option(
     "--debug", is_flag=True, is_eager=True, expose_value=False, callback=switch_debug_on,
     help="Show the traceback of an error (also LLMTRAIN_DEBUG=1).",
@@ -136,7 +153,7 @@ def run(args: list[str]) -> int:
         return code
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llmtrain"
-        return report(error, f"{error.format_message()} See '{command} --help'.", UsageError.exit_code)
+        return report(error, f"{said(error)} See '{command} --help'.", UsageError.exit_code)
     except LlmtrainError as error:
         return report(error, str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort) as error:
@@ -158,6 +175,15 @@ def run(args: list[str]) -> int:
             line = f"out of memory ({reason}): make the batch, the context or the model smaller"
             return report(error, line, UsageError.exit_code)
         return report(error, internal(error), InternalError.exit_code)
+
+
+def said(error: click.ClickException) -> str:
+    """click's own words; of an argument that is missing how it is given, too."""
+    line = error.format_message()
+    if isinstance(error, click.MissingParameter) and error.ctx and error.ctx.command.epilog:
+        example = next(line for line in error.ctx.command.epilog.splitlines() if line.startswith("    "))
+        line = f"{line.rstrip('.')}, as in `{example.strip()}`."
+    return line
 
 
 def complete() -> int:

@@ -18,6 +18,8 @@ import ast
 import dataclasses
 import functools
 import inspect
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -209,11 +211,16 @@ def config_options(*configs: type) -> Callable[[Callable[..., T]], Callable[...,
     return decorate
 
 
+def in_words(name: str) -> str:
+    """ModelSource -> Model source."""
+    return re.sub(r"(?<=\w)([A-Z])(?=[a-z])", lambda found: f" {found[1].lower()}", name)
+
+
 def help_sections(command: click.Command, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
     """Heading -> (option, what it says) of each option; a heading for each dataclass, where there are several."""
     configs = getattr(command.callback, "configs", ())
     headings = {
-        option.field: config.__name__.removesuffix("Config")
+        option.field: in_words(config.__name__.removesuffix("Config"))
         for config in (configs if len(configs) > 1 else ())
         for option in options_of(config)
     }
@@ -224,7 +231,33 @@ def help_sections(command: click.Command, ctx: click.Context) -> dict[str, list[
     return sections
 
 
-class ConfigCommand(click.Command):
+def of_several_lines(line: str, width: int) -> str:
+    """A command as it can be pasted: broken before an option, with a backslash, where it is longer than `width`."""
+    lines = [""]
+    for part in re.split(r" (?=-)", line):
+        if lines[-1] and len(lines[-1]) + len(part) + len("  \\") > width:
+            lines[-1] += " \\"
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}" * bool(lines[-1]) or part
+    return "\n".join(lines)
+
+
+class WithExamples(click.Command):
+    """A command whose help ends with examples as they are typed; click would wrap them in the middle of an option."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        for line in inspect.cleandoc(self.epilog or "").splitlines():
+            shown = of_several_lines(line.strip(), formatter.width - 4)
+            formatter.write(textwrap.indent(shown, "  ") + "\n")
+
+
+class ExampleGroup(WithExamples, click.Group):
+    """A group of commands with an example of its own."""
+
+
+class ConfigCommand(WithExamples):
     """A command whose help has a heading for each of its dataclasses."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
-from llmtrain.cli.train import configuration, preset_path
+from llmtrain.cli.presets import complete_preset, preset_path
+from llmtrain.cli.train import configuration
 from llmtrain.training.config import SECTIONS
 from llmtrain.training.plan_config import PlanConfig
 
 EPILOG = """Example:
 
-    llmtrain plan --config configs/102m.toml --card 4090 --total-tokens 2B
+    llmtrain plan --config 102m --card 4090 --total-tokens 2B
 """
 
 LABEL = 12
@@ -24,7 +25,7 @@ LABEL = 12
 
 @click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option(
-    "--config", "preset", metavar="FILE|NAME",
+    "--config", "preset", metavar="FILE|NAME", shell_complete=complete_preset,
     help="TOML file with any of the settings, or the name of one in configs/.",
 )  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="Say all that train says before its first step.")

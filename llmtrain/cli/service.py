@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options, options_of
-from llmtrain.cli.train import complete_preset, configuration, preset_path
+from llmtrain.cli.presets import complete_preset, preset_path
+from llmtrain.cli.train import configuration
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import ConfigMismatch, UsageError, write_error
 from llmtrain.training.config import SECTIONS, TrainConfig

@@ -7,13 +7,14 @@ import click
 
 from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
 from llmtrain.cli.options import ConfigCommand, build, config_options
+from llmtrain.cli.presets import preset_path
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import InternalError, UsageError
 from llmtrain.storage.manifest import read_toml
 
 EPILOG = """Example:
 
-    llmtrain sweep --config configs/sweep-cpu.toml --device cpu
+    llmtrain sweep --config sweep-cpu --device cpu
 """
 
 TABLES = {"sweep", "timing", "model", "rows"}
@@ -46,8 +47,8 @@ def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
 
 @click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option(
-    "--config", type=click.Path(path_type=Path), default=Path("configs/sweep.toml"), show_default=True,
-    help="TOML file with the rows.",
+    "--config", "preset", metavar="FILE|NAME", default="sweep", show_default=True,
+    help="TOML file with the rows, or the name of one in configs/.",
 )  # fmt: skip
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="FILE",
@@ -55,11 +56,12 @@ def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
     "docs/baseline-cpu.md on a CPU]",
 )  # fmt: skip
 @config_options(SweepConfig, TimingConfig)
-def command(config: Path, output: Path | None, given: dict[str, Any]) -> None:
+def command(preset: str, output: Path | None, given: dict[str, Any]) -> None:
     """Measure training throughput and memory over many shapes.
 
     Every row runs in a process of its own, so that one which runs out of memory is recorded and the sweep goes on.
     """
+    config = preset_path(preset, of_sweep=True)
     tables = read_toml(config)
     rows = rows_from(tables, config)
     sweep = build(SweepConfig, given, tables.get("sweep", {}), f"{config} [sweep]")

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.corpus.config import TokenizeConfig
 
 EPILOG = """Example:
@@ -14,7 +14,7 @@ EPILOG = """Example:
 """
 
 
-@click.command("tokenize-corpus", epilog=EPILOG)
+@click.command("tokenize-corpus", cls=ConfigCommand, epilog=EPILOG)
 @config_options(TokenizeConfig)
 def command(given: dict[str, Any]) -> None:
     """Turn text files into a token file, and a share of their documents into a held-out one.

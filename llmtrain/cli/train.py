@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
+from llmtrain.cli.presets import complete_preset, preset_path
 from llmtrain.storage.errors import Diverged, StopRequested, UsageError
 from llmtrain.storage.manifest import read_toml
 from llmtrain.training.config import (
@@ -25,16 +26,8 @@ from llmtrain.training.tables import tables_for_resume, to_toml
 
 EPILOG = """Example:
 
-    llmtrain train --config configs/31m.toml --tokens data/corpus.u16 --val-tokens data/corpus.val.u16 --resume
+    llmtrain train --config 31m --tokens data/corpus.u16 --val-tokens data/corpus.val.u16 --resume
 """
-
-
-def complete_preset(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-    """For the shell: the names in configs/ that fit, otherwise its own completion of file names."""
-    from click.shell_completion import CompletionItem
-
-    names = sorted(path.stem for path in Path("configs").glob("*.toml") if path.stem.startswith(incomplete))
-    return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
 @click.command(cls=ConfigCommand, epilog=EPILOG)
@@ -69,12 +62,6 @@ def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
                 raise
             if first:
                 click.echo(f"llmtrain: {error}", err=True)
-
-
-def preset_path(name: str) -> Path:
-    """The file itself, or configs/NAME.toml."""
-    path, preset = Path(name), Path("configs", f"{name}.toml")
-    return preset if not path.exists() and preset.exists() else path
 
 
 def configuration(given: dict[str, Any], config_file: Path | None, resume: bool) -> TrainConfig:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from llmtrain.cli.options import build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.corpus.config import TokenizerConfig
 
 EPILOG = """Example:
@@ -13,7 +13,7 @@ EPILOG = """Example:
 """
 
 
-@click.command("train-tokenizer", epilog=EPILOG)
+@click.command("train-tokenizer", cls=ConfigCommand, epilog=EPILOG)
 @config_options(TokenizerConfig)
 def command(given: dict[str, Any]) -> None:
     """Train a byte-level BPE tokenizer on text files."""

@@ -7,6 +7,7 @@ import click
 
 from llmtrain.cli.inspect import kind_of
 from llmtrain.cli.inspect_tokens import open_token_file
+from llmtrain.cli.options import ConfigCommand
 from llmtrain.storage.errors import BadData, InputMissing, LlmtrainError
 from llmtrain.storage.units import in_bytes
 
@@ -16,7 +17,7 @@ EPILOG = """Example:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.argument("path", type=click.Path(path_type=Path))
 def command(path: Path) -> None:
     """Check every checksum of a token file, a checkpoint or a run directory.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmtrain.cli.options import ConfigCommand
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -24,7 +26,7 @@ SHOWN = 8
 """Of the lines so far, how many are shown."""
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Show how it stands and end, as is done where the output is no terminal.")
 def command(run_dir: Path, once: bool) -> None:

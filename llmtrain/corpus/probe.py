@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,20 +31,29 @@ class Probe:
     stored: int = 0
     """Bytes of the inputs that they stand for, as they are stored."""
 
-    def add(self, documents: Iterable[Document], most: int) -> int:
-        """Takes documents until they hold `most` bytes; gives the bytes that they stand for."""
-        taken = size = 0
+    def add(self, documents: Iterable[Document], most: int, progress: Progress | None = None) -> int:
+        """Takes documents until they hold `most` bytes; gives the bytes that they stand for.
+
+        With `progress`, which is ahead of the documents by what is read at once, it counts on until more is read, and
+        gives the bytes of the input up to there.
+        """
+        taken = size = read = 0
         for document in documents:
+            if taken >= most:
+                assert progress is not None
+                if read and progress.bytes > read:
+                    return read
+                read = progress.bytes
             self.documents += 1
             self.text += len(document.data)
             size += document.size
-            text = document.data[: most - taken].decode(errors="ignore").encode()
+            text = document.data[: max(0, most - taken)].decode(errors="ignore").encode()
             if text:
                 self.texts.append(text)
             taken += len(document.data) + 16
-            if taken >= most:
+            if taken >= most and progress is None:
                 break
-        return size
+        return size if progress is None else progress.bytes
 
 
 def draw(inputs: list[Input], reading: Reading) -> Probe:
@@ -53,9 +63,10 @@ def draw(inputs: list[Input], reading: Reading) -> Probe:
     for number in range(min(INPUTS, len(usable))):
         one = usable[number * len(usable) // min(INPUTS, len(usable))]
         progress = Progress()
-        size = probe.add(read_documents([one], reading, progress), BYTES_EACH)
-        # Of what is not compressed, more was read than was taken.
-        probe.stored += size if one.format == TEXT and not one.compression else progress.bytes
+        # The documents of what is plain text say what they took of the file.
+        ahead = None if one.format == TEXT and not one.compression else progress
+        with closing(read_documents([one], reading, progress)) as documents:
+            probe.stored += probe.add(documents, BYTES_EACH, ahead)
     return probe
 
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmtrain.cli.bench import command, what_to_run
-from llmtrain.cli.train import preset_path
+from llmtrain.cli.presets import preset_path
 from llmtrain.storage.errors import InputMissing, UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -93,6 +93,40 @@ def test_a_command_carries_its_own_name_and_examples_that_are_taken(name: str):
         parse(example.removeprefix('eval "$(').removesuffix(')"'))
 
 
+@pytest.mark.parametrize("name", ["", *ALL])
+def test_examples_can_be_pasted_from_a_narrow_terminal(name: str):
+    said = CliRunner().invoke(cli, [*name.split(), "--help"], prog_name="llmtrain", terminal_width=80).output
+    shown = said.partition("Example:\n")[2]
+    assert shown.strip() and all(len(line) <= 80 for line in said.splitlines())
+    examples = [line.strip() for line in shown.replace("\\\n", "").splitlines() if line.strip()]
+    for example in examples:
+        parse(example.removeprefix('eval "$(').removesuffix(')"'))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_headings_of_help_are_words(name: str):
+    said = CliRunner().invoke(cli, [*name.split(), "--help"], prog_name="llmtrain").output
+    headings = re.findall(r"(?m)^(\w[^:]*):$", said)
+    assert "Options" in headings and not [h for h in headings if re.search("[a-z][A-Z][a-z]", h.replace("SwiGLU", ""))]
+
+
+def test_a_group_without_a_command_shows_its_help():
+    done = run("-m", "llmtrain", "bench")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Usage: llmtrain bench")
+
+
+def test_a_mistyped_command_is_told_its_neighbour():
+    for typed, meant in (("trian", "train"), ("tokenise-corpus", "tokenize-corpus")):
+        done = run("-m", "llmtrain", typed)
+        assert done.returncode == 2 and f"Did you mean '{meant}'?" in done.stderr
+
+
+def test_a_missing_argument_is_told_by_an_example():
+    done = run("-m", "llmtrain", "watch")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "'RUN'" in done.stderr and "as in `llmtrain watch runs/default`" in done.stderr
+
+
 def test_the_readme_has_a_row_for_every_command():
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"(?m)^\| \[`llmtrain (.*)`\]\(docs/commands/\1\.md\) \|", readme) == list(COMMANDS)
