@@ -8,8 +8,7 @@ from typing import Any
 from llmtrain.benchmark.machine import headline
 from llmtrain.benchmark.statistics import NOISY_SPREAD
 from llmtrain.model.config import OF_EXPERTS
-from llmtrain.storage.atomic import write_bytes, write_json
-from llmtrain.storage.errors import write_error
+from llmtrain.storage.atomic import make_parent, write_bytes, write_json
 
 NONE = "n/a"
 
@@ -37,10 +36,7 @@ def data_path(output: Path) -> Path:
 def write_table(output: Path, data: dict[str, Any], markdown: str) -> None:
     """Write both, JSON first: a table never stands without what it was made from. Raises as storage.atomic does."""
     source = data_path(output)
-    try:
-        source.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(error, source) from error
+    make_parent(source)
     write_json(source, data)
     write_bytes(output, markdown.encode())
 

@@ -28,7 +28,7 @@ def command(given: dict[str, Any], run: Path) -> None:
     import os
 
     from llmtrain.cli.trained import load
-    from llmtrain.inference.export import export
+    from llmtrain.inference.export import export, gguf_name
     from llmtrain.inference.model_card import Card
     from llmtrain.model.flops import parameter_counts
     from llmtrain.storage.errors import CannotCreate
@@ -48,6 +48,7 @@ def command(given: dict[str, Any], run: Path) -> None:
     metrics = (run.absolute().parent.parent if checkpoint else run) / "metrics.jsonl"
     card = Card.of(state, parameter_counts(trained.model.config).total, dtype, metrics)
     export(trained.model, tokenizer, config.output, config.format, dtype, card)
-    click.echo(f"{config.output}: step {state['step']:,}, {card.parameters:,} parameters in {dtype}, {config.format}")
+    made = config.output / gguf_name(config.output) if config.format == "gguf" else config.output
+    click.echo(f"{made}: step {state['step']:,}, {card.parameters:,} parameters in {dtype}, {config.format}")
     if tokenizer is None:
         click.echo(f"without a tokenizer: {trained.tokenizer_file} is not there; name it with --tokenizer", err=True)

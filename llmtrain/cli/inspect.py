@@ -133,8 +133,11 @@ def run_lines(run_dir: Path) -> Iterator[Line]:
     yield "run", str(run_dir)
     if (run_dir / "status.json").exists():
         status = read_json(run_dir / "status.json")
-        yield "state", f"{status.get('state')} at step {status.get('step')}: {status.get('reason')}"
-        if status.get("state") == "running" and (pid := dead_holder(run_dir / "lock")):
+        running = status.get("state") == "running"
+        # Of a run that goes on, status.json says where it began; the newest train line says how far it is.
+        where = "" if running else f"at step {status.get('step')}: "
+        yield "state", f"{status.get('state')} {where}{status.get('reason')}"
+        if running and (pid := dead_holder(run_dir / "lock")):
             yield "", f"but process {pid} is gone, so it was killed or the machine went down: --resume goes on"
     newest: dict[str, dict[str, Any]] = {}
     if (run_dir / "metrics.jsonl").exists():

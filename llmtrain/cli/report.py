@@ -36,6 +36,7 @@ def command(given: dict[str, Any], runs: tuple[Path, ...]) -> None:
     for run, one in zip(read, drawn, strict=True):
         if run.state in ("failed", "gone"):
             mark_end(one, f"{run.state}: {run.reason}")
+    atomic.make_parent(config.output)
     atomic.write_bytes(config.output, page(read, drawn, charts, more).encode(errors="backslashreplace"))
     click.echo(f"{config.output}: {len(charts) + len(more)} charts of {', '.join(run.name for run in read)}")
     if config.png is not None:

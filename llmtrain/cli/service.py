@@ -109,10 +109,7 @@ def write(path: Path, text: str, run_dir: Path) -> None:
         raise write_error(error, path) from None
     if before is not None and run_of(before) != str(run_dir):
         raise ConfigMismatch(f"{path}: is there already and not the unit of {run_dir}: name another with --output")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(error, path.parent, "created") from None
+    atomic.make_parent(path)
     atomic.write_bytes(path, text.encode())
 
 

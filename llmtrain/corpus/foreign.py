@@ -6,6 +6,7 @@
     nanoGPT    ids and nothing else
 """
 
+import codecs
 import os
 import struct
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ MEGATRON = "Megatron's 16-bit ids with an .idx"
 
 LLM_C_MAGIC = 20240520
 LLM_C_HEADER = 1024
+
+TEXT_BYTES = 512
+"""From the beginning of a file, to see whether it is text."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_U16 = 8
@@ -61,6 +65,19 @@ def recognise(path: Path, size: int) -> Form:
     except OSError as error:
         raise read_error(error, path) from error
     return Form(FLAT)
+
+
+def refuse_text(path: Path) -> None:
+    """Raises BadData for a file that begins as text does: ids, of two bytes each, are hardly ever letters alone."""
+    try:
+        with open(path, "rb") as file:
+            head = codecs.getincrementaldecoder("utf-8")().decode(file.read(TEXT_BYTES))
+    except UnicodeDecodeError:
+        return
+    except OSError as error:
+        raise read_error(error, path) from error
+    if len(head) >= TEXT_BYTES // 8 and all(c.isprintable() or c.isspace() for c in head):
+        raise BadData(f"{path}: is text, not ids: make a token file of it with `llmtrain tokenize-corpus`")
 
 
 def _llm_c(path: Path, size: int, version: int, tokens: int) -> Form:

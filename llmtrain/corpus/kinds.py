@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.corpus.choices import named
+from llmtrain.corpus.documents import MISSING_FIELD
 from llmtrain.corpus.engine import utf8_error
 from llmtrain.corpus.inputs import find_inputs, shown
 from llmtrain.corpus.reading import Reading, read_documents
@@ -73,7 +74,11 @@ def read_text(
         offset = utf8_error(document.data)
         if document.damage is not None or offset is not None:
             input, why = inputs[document.file], document.damage.detail if document.damage else "not UTF-8"
-            raise BadData(f"{shown(input.name)}: {why} at {input.place(document.place, offset or 0)}: correct it")
+            unnamed = document.damage is not None and document.damage.reason == MISSING_FIELD
+            raise BadData(
+                f"{shown(input.name)}: {why} at {input.place(document.place, offset or 0)}: "
+                + ("name the field with --text-field or --kind-field, in a run --val-..." if unnamed else "correct it")
+            )
         kind, text = document.data[: document.prompt].decode(), document.data[document.prompt :].decode()
         if text:
             waiting.append((kinds.setdefault(kind, len(kinds)), text))

@@ -11,6 +11,7 @@ from llmtrain.corpus.engine import Engine
 from llmtrain.corpus.inputs import TEXT, Input, shown
 from llmtrain.corpus.reading import FILE, Reading, read_documents
 from llmtrain.corpus.streams import Progress
+from llmtrain.storage.disk import existing_folder
 from llmtrain.storage.errors import StorageFailure, read_error
 from llmtrain.storage.units import in_bytes
 
@@ -96,7 +97,7 @@ def free_bytes(folder: Path) -> int:
 
 def say_what_would_be_written(output: Path, expected: int | None, inputs: list[Input], engine: Engine) -> None:
     """Prints it. Raises StorageFailure where the disk does not hold it."""
-    free = free_bytes(output.parent)
+    free = free_bytes(existing_folder(output.parent))
     stored = sum(one.size or 0 for one in inputs)
     print(f"{plural(len(inputs), 'input')} of {in_bytes(stored)}, engine {engine.name} {engine.version}")
     if expected is None:

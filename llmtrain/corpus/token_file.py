@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.corpus.foreign import Form, recognise
+from llmtrain.corpus.foreign import Form, recognise, refuse_text
 from llmtrain.corpus.token_manifest import (
     BLOCK_BYTES,
     ID_TYPES,
@@ -175,6 +175,8 @@ class TokenFile:
             raise BadData(f"{path}: is empty: make the token file anew")
         id_type = ID_TYPES[manifest["dtype"] if manifest else "uint16"]
         width = id_type.itemsize
+        if manifest is None:
+            refuse_text(path)
         if size % width:
             odd = "odd" if size % 2 else "no multiple of 4"
             raise BadData(
@@ -374,7 +376,8 @@ class TokenFile:
         """
         if self.manifest is None:
             raise InputMissing(
-                f"{self.path}: has no manifest ({manifest_path(self.path).name}), so there is nothing to verify against"
+                f"{self.path}: has no manifest ({manifest_path(self.path).name}), so there is nothing to verify "
+                "against: copy that too, or tokenize the text again"
             )
         documents, max_id, buffer = 0, 0, bytearray(BLOCK_BYTES)
         with open(self.path, "rb") as file:
@@ -383,7 +386,10 @@ class TokenFile:
                 n = min(BLOCK_BYTES, self.ids.nbytes - begin)
                 view = memoryview(buffer)[:n]
                 if file.readinto(view) != n or hashlib.sha256(view).hexdigest() != sha256:
-                    raise BadData(f"{self.path}: bytes {begin:,} to {begin + n:,} are damaged (their hash differs)")
+                    raise BadData(
+                        f"{self.path}: bytes {begin:,} to {begin + n:,} are damaged (their hash differs): make the "
+                        "token file anew"
+                    )
                 ids = np.frombuffer(view, self.id_type)
                 max_id = max(max_id, int(ids.max()))
                 ends = np.flatnonzero(ids == self.eos_id) + (begin // self.id_type.itemsize + 1)

@@ -29,6 +29,7 @@ from llmtrain.corpus.token_manifest import held_out_path, manifest_bytes, manife
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Encoded, Task, Workers, encode_blocks
 from llmtrain.corpus.writing import Part, Work, journal_engine, names
+from llmtrain.storage.atomic import make_parent
 from llmtrain.storage.errors import (
     STOP_SIGNALS,
     BadData,
@@ -91,6 +92,7 @@ def _tokenize(config: TokenizeConfig, workers: Workers, block_bytes: int | None,
     if config.dry_run:
         _dry_run(config, tokenizer, outputs, everything, files)
         return
+    make_parent(outputs[0])
     with _stop_signals(work_folder(outputs[0])) as check, Work(
         outputs, asked, config.append, commit_seconds, id_type
     ) as work:
@@ -354,6 +356,8 @@ def _summary(parts: list[Part], counts: Counts, seconds: float) -> None:
         for reason, count in one.items():
             left_out[reason] = left_out.get(reason, 0) + count
     mb = nbytes / 1e6
+    if not counts.files:
+        return
     line = f"in all: {plural(len(counts.files), 'file')}, {mb:,.1f} MB, {nbytes / max(tokens, 1):.2f} bytes a token, "
     line += f"{seconds:,.1f} s, {mb / seconds:,.1f} MB/s"
     print(line + "".join(f", {count:,} {reason} left out" for reason, count in sorted(left_out.items())))

@@ -35,7 +35,8 @@ def export(model: Transformer, tokenizer: Tokenizer | None, output: Path, form: 
     """
     if dtype == "fp16":
         check_range(model)
-    title = output.name.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8
+    name = gguf_name(output).removesuffix(".gguf") if form == "gguf" else output.name
+    title = name.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8
     if form == "gguf":
         hf.refuse_experts(model.config, "GGUF")
         gguf_file.check(tokenizer)
@@ -43,7 +44,7 @@ def export(model: Transformer, tokenizer: Tokenizer | None, output: Path, form: 
     with atomic.atomic_folder(output) as folder:
         if form == "gguf":
             assert tokenizer is not None
-            gguf_file.write(folder / f"{output.name}.gguf", model, tokenizer, dtype, title)
+            gguf_file.write(folder / gguf_name(output), model, tokenizer, dtype, title)
         else:
             atomic.write_json(folder / "config.json", config)
             write_weights(folder / "model.safetensors", model, DTYPES[dtype])
@@ -51,6 +52,11 @@ def export(model: Transformer, tokenizer: Tokenizer | None, output: Path, form: 
                 write_tokenizer(folder, tokenizer, model.config.max_seq_len)
             atomic.write_json(folder / "generation_config.json", generation_config(config))
         card.write(folder, title, form)
+
+
+def gguf_name(output: Path) -> str:
+    """Of the file in the folder: X.gguf, where the folder is named X or, as the file usually is, X.gguf."""
+    return f"{output.name.removesuffix('.gguf')}.gguf"
 
 
 @torch.no_grad()
@@ -105,7 +111,10 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:
              "normalized": False, "special": True}
         )  # fmt: skip
     special = {"bos_token": eos, "eos_token": eos, "pad_token": eos}
-    atomic.write_bytes(folder / "tokenizer.json", json.dumps(spec, ensure_ascii=False).encode())
+    # As it was where nothing had to change: what was tokenized with it is known by the hash of these bytes.
+    same = spec == json.loads(tokenizer.data)
+    data = tokenizer.data if same else json.dumps(spec, ensure_ascii=False).encode()
+    atomic.write_bytes(folder / "tokenizer.json", data)
     atomic.write_json(folder / "special_tokens_map.json", special)
     atomic.write_json(
         folder / "tokenizer_config.json",

@@ -53,6 +53,7 @@ def draw(path: Path, replicates: Sequence[Curve], changed: Curve, blocks: Blocks
     figure = figure_class("--plot")(figsize=(11, 8), layout="constrained")
     with as_it_is():
         image = _drawn(figure, path.suffix[1:], replicates, changed, blocks, result)
+    atomic.make_parent(path)
     atomic.write_bytes(path, image)
 
 

@@ -147,6 +147,15 @@ def publish_folder(work: PathLike, final: PathLike) -> None:
     fsync_folder(Path(final).parent)
 
 
+def make_parent(path: PathLike) -> None:
+    """Makes the folder that `path` is to lie in: for an output that a person named, before the work for it begins.
+    Raises CannotCreate."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, path, "created") from error
+
+
 @contextmanager
 def atomic_folder(path: PathLike) -> Iterator[Path]:
     """A folder to fill, under a temporary name beside `path`, that gets the name `path` when the block ends well: then

@@ -144,6 +144,9 @@ def test_evaluate_without_the_tokenizer_leaves_bits_per_byte_unknown(run_dir, ca
 # --- what a person may get wrong --------------------------------------------------------------------------------------
 
 
+KINDS = ("--text", "{tmp}/t.jsonl", "--kind-field", "kind")
+
+
 @pytest.mark.parametrize(
     "code, words, args",
     [
@@ -158,12 +161,14 @@ def test_evaluate_without_the_tokenizer_leaves_bits_per_byte_unknown(run_dir, ca
         (2, ["--seq-len 41", "40"], ["evaluate", "--run-dir", "{run}", "--seq-len", "41"]),
         (66, ["no.u16"], ["evaluate", "--run-dir", "{run}", "--tokens", "{tmp}/no.u16"]),
         (78, ["big.json", "--tokenizer"], ["generate", "--run-dir", "{run}", "--tokenizer", "{tmp}/big.json"]),
+        (65, ["'kind'", "name the field with"], ["evaluate", "--run-dir", "{run}", *KINDS]),
         (78, ["another tokenizer"], ["evaluate", "--run-dir", "{run}", "--tokenizer", "{tmp}/other.json"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
 def test_each_mistake_is_one_line_and_its_exit_code(run_dir, tmp_path, capsys, code, words, args):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "t.jsonl").write_text('{"text": "x = 1", "domain": "code"}\n')
     if "big.json" in words[0]:
         (tmp_path / "big.json").write_bytes(tokenizers.train([TEXT], 400))
     if words == ["another tokenizer"]:

@@ -192,6 +192,13 @@ def test_the_samples_of_a_step_are_shown_as_text(tmp_path, capsys):
         assert code == 2 and words in line
 
 
+def test_a_run_that_goes_on_says_since_when_and_how_far_it_is(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run")
+    atomic.write_json(run_dir / "status.json", {"state": "running", "reason": "since step 5", "step": 5})
+    code, out = outcome(capsys, "inspect", run_dir)
+    assert code == 0 and "state       running since step 5\n" in out and "train       step 10: " in out
+
+
 def test_a_state_that_was_altered_is_not_described(tmp_path, capsys):
     folder = make_run(tmp_path / "run") / "checkpoints" / "step-00000005"
     state = (folder / "state.json").read_text()

@@ -80,6 +80,20 @@ def test_the_defaults_work_as_written(here: Path):
     assert left() == ["corpus.u16", "corpus.u16.docs", "corpus.u16.json"]
 
 
+def test_the_folder_of_the_output_is_made(here: Path):
+    assert run("train-tokenizer", "--vocab-size", "300", "--output", "new/t/tokenizer.json")[0] == 0
+    code, out, err = run("tokenize-corpus", "--tokenizer", "new/t/tokenizer.json", "--output", "new/c/x.u16")
+    assert (code, err) == (0, "") and "new/c/x.u16: " in out and Path("new/c/x.u16.json").exists()
+    code, out, _ = run("tokenize-corpus", "--output", "none/x.u16", "--dry-run")
+    assert code == 0 and "would be written" in out and not Path("none").exists()
+
+
+def test_where_all_inputs_are_in_there_is_nothing_to_sum_up(here: Path):
+    assert run("tokenize-corpus")[0] == 0
+    code, out, _ = run("tokenize-corpus", "--append")
+    assert code == 0 and "3 inputs left out" in out and "in all" not in out
+
+
 def test_a_folder_named_like_a_module_does_not_confuse_the_workers(here: Path):
     for name in ("numpy.py", "tokenizers.py", "queue.py"):
         Path(name).write_text("raise SystemExit('the wrong module')")
@@ -97,7 +111,8 @@ def test_training_a_tokenizer_leaves_no_half(here: Path):
     assert "no such file" in refused(66, "train-tokenizer", "--input", "none", "--output", "new.json")
     Path("empty").mkdir()
     assert "no text to learn from" in refused(65, "train-tokenizer", "--input", "empty", "--output", "new.json")
-    assert "none/new.json" in refused(73, "train-tokenizer", "--output", "none/new.json", "--on-bad", "skip")
+    inside = "tokenizer.json/new.json"
+    assert inside in refused(73, "train-tokenizer", "--output", inside, "--on-bad", "skip")
     assert not Path("new.json").exists()
 
 
@@ -121,7 +136,6 @@ def test_each_mistake_is_one_line_and_its_code(here: Path, tokenizer: Path):
     assert "none" in refused(66, "tokenize-corpus", "--input", "none")
     assert "none*.txt" in refused(66, "tokenize-corpus", "--input", "none*.txt")
     assert "none.json" in refused(66, "tokenize-corpus", "--tokenizer", "none.json")
-    assert "none/corpus.u16" in refused(73, "tokenize-corpus", "--output", "none/corpus.u16")
     assert "tokenizer.json" in refused(73, "tokenize-corpus", "--output", "tokenizer.json/corpus.u16")
     Path("empty").mkdir()
     assert "no files in it" in refused(65, "tokenize-corpus", "--input", "empty")

@@ -1,7 +1,9 @@
 """Unfinished runs, files that are added to, and shares of a corpus: what the next command makes of them."""
 
+import gzip
 import json
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from llmtrain.corpus.inputs import Input
 from llmtrain.corpus.shards import find_parts, share
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.tokenize import tokenize
+from llmtrain.corpus.tokenizer import load
 from llmtrain.storage.errors import (
     BadData,
     ConfigMismatch,
@@ -401,3 +404,20 @@ def test_a_dry_run_says_about_how_much_would_be_written(
     monkeypatch.setattr("llmtrain.corpus.probe.free_bytes", lambda folder: 1000)
     with pytest.raises(StorageFailure, match="would be written, its disk has 1,?000 bytes free|1.00 kB free"):
         tokenize(config)
+
+
+@pytest.mark.parametrize("name, documents", [("a.jsonl", 400), ("b.jsonl.gz", 400), ("c.jsonl", 16_000)])
+def test_a_dry_run_counts_what_it_read_ahead(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, documents: int
+):
+    # All of the first two, and of the third far more than the sample, is read at once.
+    record = json.dumps({"text": "one of many lines that are all of one length, and a few words more of it"}) + "\n"
+    data = (record * documents).encode()
+    Path("text", name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    config = replace(CONFIG, dry_run=True)
+    tokenize(config)
+    said = re.search(r"about ([\d.,]+) (kB|MB) would be written", capsys.readouterr().out)
+    assert said is not None
+    expected = float(said[1]) * {"kB": 1e3, "MB": 1e6}[said[2]]
+    ids = len(load(CONFIG.tokenizer).encode_batch([json.loads(record)["text"]])[0]) + 1
+    assert expected == pytest.approx(documents * (2 * ids + 8), rel=0.1)

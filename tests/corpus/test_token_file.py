@@ -100,6 +100,14 @@ def test_what_is_no_token_file_is_refused(tmp_path, content, error, line):
         TokenFile.open(path, 512)
 
 
+@pytest.mark.parametrize("text", ["import os\n" * 60, '{"text": "ein Märchen, häufig"}\n' * 41])
+def test_text_is_told_from_ids(tmp_path, text):
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    with pytest.raises(BadData, match="a.txt: is text, not ids: make a token file of it with `llmtrain tokenize-corp"):
+        TokenFile.open(path, 512)
+
+
 def test_a_folder_is_refused(tmp_path):
     with pytest.raises(InputMissing, match="is a folder"):
         TokenFile.open(tmp_path, 512)

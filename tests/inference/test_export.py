@@ -85,6 +85,13 @@ def test_gguf_is_the_same_model_to_a_reader_of_it(exported, tmp_path, capsys):
         assert (theirs(ids).logits - wanted).abs().max().item() <= 1e-5
 
 
+def test_a_folder_named_as_its_file_has_the_name_once(runs, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    code, out, _ = command(capsys, "export", runs["qwen3"], "--output", tmp_path / "m.gguf", "--format", "gguf")
+    assert code == 0 and (tmp_path / "m.gguf/m.gguf").is_file() and f"{tmp_path}/m.gguf/m.gguf: " in out
+    assert "llama-cli -m m.gguf " in (tmp_path / "m.gguf/README.md").read_text()
+
+
 @pytest.mark.parametrize("form", ["hf", "gguf"])
 def test_bf16_weights_are_the_masters_rounded(runs, tmp_path, capsys, form):
     args = ("export", runs["qwen3"], "--output", tmp_path / "half", "--dtype", "bf16", "--format", form)

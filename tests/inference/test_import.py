@@ -128,6 +128,9 @@ def test_what_export_wrote_comes_back_to_the_bit(shape, runs, tmp_path, capsys):
     before, after = (load_model(folder_of(run, step)) for run, step in ((runs[shape], 8), (tmp_path / "run", 0)))
     for (name, parameter), other in zip(before[0].named_parameters(), after[0].parameters(), strict=True):
         assert torch.equal(parameter, other), name
+    # Token files know their tokenizer by the hash of its file.
+    tokenizers = [(run / "tokenizer.json").read_bytes() for run in (runs[shape], tmp_path / "one", tmp_path / "run")]
+    assert tokenizers[0] == tokenizers[1] == tokenizers[2]
 
 
 def test_training_goes_on_with_it_and_no_shape_has_to_be_said(saved, tmp_path, capsys):
