@@ -6,9 +6,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.corpus.documents import plural
 from llmtrain.corpus.shards import find_parts
-from llmtrain.storage.units import in_bytes
+from llmtrain.storage.units import in_bytes, plural
 
 if TYPE_CHECKING:
     from llmtrain.corpus.census import Census

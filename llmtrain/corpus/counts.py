@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.corpus.documents import bad_data, plural
+from llmtrain.corpus.documents import bad_data
 from llmtrain.corpus.inputs import Input, shown, total_size
 from llmtrain.corpus.streams import Damage
 from llmtrain.corpus.workers import Task
+from llmtrain.storage.units import plural
 
 # Of each reason to leave documents of a file out, the manifest names so many places.
 FIRST_PLACES = 5

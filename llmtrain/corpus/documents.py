@@ -88,8 +88,3 @@ def bad_data(input: Input, place: str, damage: Damage) -> BadData:
         if damage.reason == TRUNCATED:
             advice = "keep the whole documents before the damage"
     return BadData(f"{shown(input.name)}: {what} at {place}: {cure}, or {advice} with --on-bad skip")
-
-
-def plural(count: int, noun: str) -> str:
-    """`count` of `noun`, for a line that a person reads."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -6,14 +6,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmtrain.corpus.documents import Document, plural
+from llmtrain.corpus.documents import Document
 from llmtrain.corpus.engine import Engine
 from llmtrain.corpus.inputs import TEXT, Input, shown
 from llmtrain.corpus.reading import FILE, Reading, read_documents
 from llmtrain.corpus.streams import Progress
 from llmtrain.storage.disk import existing_folder
 from llmtrain.storage.errors import StorageFailure, read_error
-from llmtrain.storage.units import in_bytes
+from llmtrain.storage.units import in_bytes, plural
 
 # So many inputs, evenly spaced, and of each so much from its beginning: a quarter of a second's work for `tokenizers`.
 INPUTS = 32

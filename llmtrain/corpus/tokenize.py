@@ -18,7 +18,7 @@ from llmtrain.corpus import shards
 from llmtrain.corpus import tokenizer as tokenizer_room
 from llmtrain.corpus.config import TokenizeConfig
 from llmtrain.corpus.counts import MOST_PRINTED, Counts
-from llmtrain.corpus.documents import Document, blocks, plural
+from llmtrain.corpus.documents import Document, blocks
 from llmtrain.corpus.engine import GIGATOKEN, TOKENIZERS, Engine, choose_engine, pinned_engine
 from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown
 from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
@@ -41,7 +41,7 @@ from llmtrain.storage.errors import (
     UsageError,
 )
 from llmtrain.storage.manifest import read_json
-from llmtrain.storage.units import in_bytes
+from llmtrain.storage.units import in_bytes, plural
 
 # Text that a worker gets at once: half a second's work, or 6 ms' of gigatoken's, so the hand-over does not count.
 BLOCK_BYTES = {"tokenizers": 1 << 20, "gigatoken": 2 << 20}

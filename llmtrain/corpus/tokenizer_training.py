@@ -9,12 +9,13 @@ from tqdm import tqdm
 
 from llmtrain.corpus import tokenizer
 from llmtrain.corpus.config import TokenizerConfig
-from llmtrain.corpus.documents import INVALID_UTF8, bad_data, falls_within, plural
+from llmtrain.corpus.documents import INVALID_UTF8, bad_data, falls_within
 from llmtrain.corpus.inputs import TEXT, Input, find_inputs, refuse_to_overwrite, shown, split_weight, total_size
 from llmtrain.corpus.reading import read_documents
 from llmtrain.corpus.streams import Damage, Progress
 from llmtrain.storage.atomic import make_parent, write_bytes
 from llmtrain.storage.errors import BadData, UsageError
+from llmtrain.storage.units import plural
 
 # How much of how many inputs is read to learn how much text the corpus holds: a second's work.
 PROBED_FILES = 8

@@ -186,10 +186,11 @@ def speed(replicates: Sequence[Curve], changed: Curve, blocks: Blocks) -> dict[s
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ between two runs, as `read_settings` gives them: name -> (before, after). Where a run lives
-    and how often it speaks or saves changes no loss."""
+    and how and how often it speaks or saves changes no loss."""
     silent = {
         "run.run_dir", "run.log_every", "run.checkpoint_every", "run.keep_checkpoints", "run.keep_every",
-        "run.val_every", "run.max_save_failures", "run.verify_every",
+        "run.val_every", "run.max_save_failures", "run.verify_every", "run.console", "run.tensorboard", "run.wandb",
+        "run.rank_timeout",
     }  # fmt: skip
     names = sorted((before.keys() | after.keys()) - silent)
     return {n: (before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)}

@@ -151,7 +151,7 @@
       log.setAttribute("aria-pressed", chart.log);
       render(chart);
     });
-    const size = make("button", { "aria-pressed": String(Boolean(wide)), title: "Over the whole width" }, "wide");
+    const size = make("button", { class: "width", "aria-pressed": String(Boolean(wide)), title: "Over the whole width" }, "wide");
     size.addEventListener("click", () => {
       size.setAttribute("aria-pressed", box.classList.toggle("wide"));
       render(chart);

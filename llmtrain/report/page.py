@@ -300,6 +300,11 @@ def events(runs: Sequence[Run], drawn: Sequence[Drawn]) -> Iterator[str]:
         )
 
 
+def worded(value: Any) -> str:
+    """A fact of the machine, for people."""
+    return {True: "yes", False: "no", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
 def machines(runs: Sequence[Run]) -> Iterator[str]:
     """What the runs ran on, as they said when they started; what changed from attempt to attempt stands there twice."""
     names = list(dict.fromkeys(name for run in runs for one in run.environments for name in one))
@@ -310,7 +315,7 @@ def machines(runs: Sequence[Run]) -> Iterator[str]:
     for name in names:
         cells = [f"<th>{escape(name)}</th>"]
         for run in runs:
-            values = list(dict.fromkeys(str(one[name]) for one in run.environments if name in one))
+            values = list(dict.fromkeys(worded(one[name]) for one in run.environments if name in one))
             cells.append(f'<td class="name">{escape(", then ".join(values)) or "–"}</td>')
         rows.append(cells)
     yield table(["", *(run.name for run in runs)], rows)

@@ -1,6 +1,11 @@
 """Large numbers, and lengths of time, as people read them."""
 
 
+def plural(count: int, noun: str) -> str:
+    """`count` of `noun`, for a line that a person reads."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def in_bytes(n: float) -> str:
     """1.23 GB; below a kilobyte to the byte."""
     return f"{n:,} bytes" if n < 1000 else scaled(n, "B", "kB", "MB", "GB", "TB")

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmtrain.corpus.token_manifest import held_out_path
 from llmtrain.model.flops import flops_per_token, parameter_counts
+from llmtrain.storage.units import plural
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import split_as
 from llmtrain.training.plan import Plan, SourceUse
@@ -106,12 +108,12 @@ def of_batch(config: TrainConfig, plan: Plan, *_: Any) -> Iterator[Suggestion]:
         sequences = 1 << round(math.log2(sequences))
         if sequences == plan.sequences_per_step:
             return
-        larger = sequences > plan.sequences_per_step
+        larger, updates = sequences > plan.sequences_per_step, plural(plan.total_steps, "update")
         yield Suggestion(
             "--global-batch-size",
-            f"{sequences} sequences, {sequences * seq_len:,} tokens a step, in place of {batch:,}",
+            f"{plural(sequences, 'sequence')}, {sequences * seq_len:,} tokens a step, in place of {batch:,}",
             f"the best batch for {rounded(tokens)} tokens is near {rounded(good)}; "
-            + ("smaller ones are noisy, and slower" if larger else f"larger ones leave {plan.total_steps:,} updates"),
+            + ("smaller ones are noisy, and slower" if larger else f"larger ones leave {updates}"),
             LAW,
         )
 
@@ -120,11 +122,12 @@ def of_warmup(config: TrainConfig, plan: Plan, *_: Any) -> Iterator[Suggestion]:
     warmup, total, beta2 = config.schedule.warmup_steps, plan.total_steps, config.optimizer.beta2
     least = math.ceil(2 / (1 - beta2))
     good = max(min(least, total // 10), total // 50)
+    share = "all" if warmup >= total else f"{warmup / total:.0%}"
     if warmup > MUCH_WARMUP * total and good < warmup:
         yield Suggestion(
             "--warmup-steps",
             f"{good} in place of {warmup}",
-            f"{warmup / total:.0%} of the run passes below the peak rate; 2% is usual, and AdamW needs {least}",
+            f"{share} of the run passes below the peak rate; 2% is usual, and AdamW needs {least}",
             "Ma and Yarats 2021, arXiv 1910.04209",
         )
     elif warmup < least <= 0.05 * total:
@@ -235,11 +238,12 @@ def of_saves(config: TrainConfig, plan: Plan, *_: Any) -> Iterator[Suggestion]:
         )
 
 
-def of_held_out(config: TrainConfig, plan: Plan, *_: Any) -> Iterator[Suggestion]:
+def of_held_out(config: TrainConfig, plan: Plan, uses: list[SourceUse], _: Any) -> Iterator[Suggestion]:
     if not config.data.val_tokens:
+        there = next((path for use in uses if (path := held_out_path(use.path)).is_file()), None)
         yield Suggestion(
             "--val-tokens",
-            "a held-out file, as tokenize-corpus writes, with --val-every",
+            f"{there or 'a held-out file, as tokenize-corpus writes'}, with --val-every",
             "the training loss does not show what is learnt by heart",
             "README.md",
         )

@@ -216,8 +216,14 @@ def fits_line(found: Forecast) -> str:
     others = " and ".join(f"{found.largest[other]:,} with {other}" for other in MODES if other != mode)
     sequences = f"{n:,} sequence{'s' * (n != 1)}" if (n := found.largest[mode]) else "not one sequence"
     most = f"{'up to ' * (n > 0)}{sequences} of {seq_len} in a micro-batch"
-    line = f"fits        {most}; --checkpoint-activations would make it {others}"
-    return f"{line}: {', or '.join(found.smaller_ways)}" if found.smaller_ways else line
+    line, ways = f"fits        {most}", found.smaller_ways
+    if any(found.largest.values()):
+        line += f"; --checkpoint-activations would make it {others}"
+    else:
+        line += ", whatever --checkpoint-activations is"
+        more = f"share it among more cards with --ranks {2 * found.plan.parallel.grid.ranks} --parallel fsdp"
+        ways = ways + [f"{more} (docs/parallel.md)"] * found.plan.on_card
+    return f"{line}: {', or '.join(ways)}" if ways else line
 
 
 def tokens_line(found: Forecast) -> str:
@@ -246,7 +252,10 @@ def lines(found: Forecast, everything: bool = False) -> Iterator[str]:
             yield from (plan.source_line(use, config.data.seq_len) for use in found.uses)
         if label == "disk":
             yield tokens_line(found)
-        yield line
+        # What to do about the memory stands in the next line, with what fits.
+        yield line.removesuffix(plan.SMALLER)
+        if label == "time" and made.pace is None:
+            yield "            --measured takes that of a run, or of `llmtrain bench step`"
         if label == "memory":
             yield fits_line(found)
     if found.assumed:

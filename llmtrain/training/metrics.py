@@ -222,9 +222,10 @@ class RunLog:
         self._say_trackers(self.trackers.trouble())
         left = (self.plan.total_samples - self.plan.samples(step)) * (tokens / max(1, self.plan.samples(step)))
         share = f"mfu {mfu:.1%}" if mfu is not None else f"{achieved / 1e12:.3g} TFLOP/s"
+        aux = f"aux {figures['aux_loss']:.4f} " if figures["aux_loss"] else ""
         text = (
             f"epoch {epoch:.2f} step {step}/{self.plan.total_steps} loss {figures['lm_loss']:.4f} ppl {ppl:.2f} "
-            f"aux {figures['aux_loss']:.4f} lr {lr:.2e} grad {figures['grad_norm']:.2f} tok/s {rate:,.0f} {share} "
+            f"{aux}lr {lr:.2e} grad {figures['grad_norm']:.2f} tok/s {rate:,.0f} {share} "
             f"eta {duration(left / rate)}" + (f" skipped {figures['skipped']}" if figures["skipped"] else "")
         )
         if not self._terminal.draws:

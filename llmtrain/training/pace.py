@@ -11,6 +11,7 @@ from typing import Any
 from llmtrain.model.cards import Card, card_of
 from llmtrain.storage.errors import BadData, read_error
 from llmtrain.storage.journal import JsonLines, is_number
+from llmtrain.storage.units import duration
 
 MEASURED_ON = "H200"
 MEASURED = {
@@ -23,6 +24,8 @@ MEASURED = {
 }
 """(parameters, tokens of a micro-batch) -> MFU of whole steps in bf16, and the page that has it; tests compare it with
 the pages' JSON. Small matmuls fill a card badly, so both numbers count."""
+
+NO_PACE = "known from the first log line on (no rate on record for this device and precision)"
 
 LAST_LINES = 200
 """Train lines of a run, from its end, whose median is its pace."""
@@ -119,9 +122,9 @@ def _positive(value: Any) -> bool:
 
 
 def time_lines(pace: Pace | None, flops: float, ranks: int, card: Card | None, tokens: float) -> Iterator[str]:
-    """What `flops` FLOPs, of `tokens` tokens, take on `ranks` devices: hours, and a card's energy."""
+    """How long `flops` FLOPs, of `tokens` tokens, take on `ranks` devices, and a card's energy."""
     if pace is None:
-        yield "time        known from the first log line on (no rate on record for this device and precision)"
+        yield f"time        {NO_PACE}"
         return
     seconds = flops / (pace.flops * ranks)
     share = f"{pace.mfu:.1%} of the peak" if pace.mfu is not None else f"{pace.flops / 1e12:,.3g} TFLOP/s"
@@ -137,8 +140,12 @@ def energy(seconds: float, ranks: int, card: Card) -> float:
 
 
 def in_hours(seconds: float) -> str:
+    if seconds < 3600:
+        return duration(seconds) if seconds >= 1 else "less than a second"
     return f"{seconds / 3600:,.2f} hours" + (f" ({seconds / 86400:,.1f} days)" if seconds > 2 * 86400 else "")
 
 
 def in_kwh(joules: float) -> str:
+    if joules < 3.6e4:
+        return f"{joules / 3600:.2g} Wh"
     return f"{joules / 3.6e6:,.3g} kWh" if joules < 3.6e9 else f"{joules / 3.6e6:,.0f} kWh"

@@ -26,7 +26,7 @@ from llmtrain.model.flops import (
 from llmtrain.model.memory import MemoryPlan, hidden_elements, linears, state_bytes
 from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import UsageError
-from llmtrain.storage.units import in_bytes, in_flops
+from llmtrain.storage.units import in_bytes, in_flops, plural
 from llmtrain.training.arrangement import ALONE, Arrangement
 from llmtrain.training.config import RunConfig, TrainConfig, eight_bit
 from llmtrain.training.fit import Room, Unit, by_part, memory_of
@@ -35,6 +35,9 @@ from llmtrain.training.schedule import decay_begin, learning_rate
 
 PAIRS_OF = 1 << 17
 """Tokens from the beginning of the run whose documents stand for all, in the plan."""
+
+SMALLER = ": lower --batch-size, or see --checkpoint-activations"
+"""What to do where the memory is too little."""
 
 MOST_EPOCHS = 4
 """Up to which repeated text is nearly as good as new (Muennighoff et al. 2023)."""
@@ -171,11 +174,12 @@ def memory_lines(memory: MemoryPlan, room: Room, on_card: bool) -> list[str]:
     place = "card" if on_card else "machine"
     there = f"of the {place}'s {unit.number(room.total)}, {unit.number(room.free)} are free"
     if memory.held > room.free:
-        there += ", which is TOO LITTLE: lower --batch-size, or see --checkpoint-activations"
+        there += f", which is TOO LITTLE{SMALLER}"
     activations = sum(memory.activations.values())
+    parts = unit.each(memory.activations)
     return [
         f"memory      {unit(memory.held)} at the peak: {unit.each(by_part(memory))}; {there}",
-        f"activations {unit(activations)}: {unit.each(memory.activations)}",
+        f"activations {unit(activations)}" + f": {parts}" * bool(parts),
     ]
 
 
@@ -191,7 +195,7 @@ def schedule_line(config: TrainConfig, total_steps: int) -> str:
     begin = decay_begin(total_steps, config.schedule)
     stays = f", stays until step {begin:,}" if begin > warmup else ""
     falls = f" and ends at {end:.2e}" if begin < total_steps else " and stays"
-    return f"schedule    {config.schedule.schedule}: lr rises to {peak:.2e} over {warmup:,} steps{stays}{falls}"
+    return f"schedule    {config.schedule.schedule}: lr rises to {peak:.2e} over {plural(warmup, 'step')}{stays}{falls}"
 
 
 def optimizer_line(config: TrainConfig) -> str:
@@ -224,7 +228,8 @@ def disk_line(config: TrainConfig, total_steps: int, there: int, free: int | Non
     """What the run's checkpoints will take, `there` of them being on the disk, against the bytes that are free."""
     one = checkpoint_bytes(config)
     kept, in_work = checkpoints_kept(config, total_steps)
-    text = f"disk        {in_bytes(one)} a checkpoint, {in_bytes(kept * one)} for the {kept} that are kept"
+    are = "are" if kept > 1 else "is"
+    text = f"disk        {in_bytes(one)} a checkpoint, {in_bytes(kept * one)} for the {kept} that {are} kept"
     text += f" and {in_bytes(one)} for one in work" * in_work
     if free is None:
         return text
@@ -316,7 +321,7 @@ def step_line(config: TrainConfig, plan: Plan) -> str:
 def run_line(config: TrainConfig, plan: Plan, order: SampleOrder | None) -> str:
     tokens = plan.total_samples * config.data.seq_len
     line = (
-        f"run         {plan.total_steps:,} steps, {tokens:,} tokens, "
+        f"run         {plural(plan.total_steps, 'step')}, {tokens:,} tokens, "
         f"{_few(tokens / parameter_counts(config.model).total)} a parameter"
     )
     return line + (f"; {order.samples_per_epoch / plan.sequences_per_step:,.1f} steps an epoch" if order else "")
@@ -364,7 +369,7 @@ def source_line(use: SourceUse, seq_len: int) -> str:
     if use.tokens is None:
         line = f"corpus      {use.name}: NOT THERE YET, {use.taken:,} tokens are taken of it"
     else:
-        line = f"corpus      {use.name}: {use.tokens:,} tokens, {use.epochs:.2f} epochs"
+        line = f"corpus      {use.name}: {use.tokens:,} tokens, {_epochs(use.epochs)} epochs"
     if use.share < 1:
         line += f", {use.share:.1%} of the run"
     # Thousandths of the mixture, and --total-steps, may give a source more or less than was asked.
@@ -391,6 +396,12 @@ def corpus_lines(order: SampleOrder, total_samples: int) -> list[str]:
                 f"{header['split'] / header['documents']:.2%} of {header['documents']:,} documents split"
             )
     return lines
+
+
+def _epochs(epochs: float | None) -> str:
+    """Two decimals; two digits of a share that would be 0.00."""
+    assert epochs is not None, "of a file that is not there"
+    return f"{epochs:,.2f}" if epochs >= 0.005 else f"{epochs:.2g}"
 
 
 def _few(number: float) -> str:

@@ -15,6 +15,7 @@ from llmtrain.corpus.order import Source
 from llmtrain.model.evaluation import EvaluationSums, total
 from llmtrain.model.likelihood import Row, likelihoods
 from llmtrain.model.transformer import Transformer
+from llmtrain.storage.units import plural
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.parallel import World
 from llmtrain.training.step import TrainStep
@@ -26,14 +27,14 @@ Figures = dict[str, float]
 def what_is_read(held_out: HeldOut, config: TrainConfig) -> str:
     """What an evaluation on it reads, for a person."""
     if isinstance(held_out, Choices):
-        text = f"{len(held_out.questions)} questions"
+        text = plural(len(held_out.questions), "question")
         cut = held_out.shortened
         return text + f", {cut} of them shortened to {config.data.seq_len} tokens" * bool(cut)
     if isinstance(held_out, HeldOutText):
-        kinds = f" of {len(held_out.kinds)} kinds" * bool(held_out.kinds)
-        return f"{len(held_out.spread(config.run.val_windows))} windows of documents{kinds}"
+        kinds = f" of {plural(len(held_out.kinds), 'kind')}" * bool(held_out.kinds)
+        return f"{plural(len(held_out.spread(config.run.val_windows)), 'window')} of documents{kinds}"
     available = held_out.file.windows(config.data.seq_len)
-    return f"{min(config.run.val_windows or available, available)} windows of {config.data.seq_len} tokens"
+    return f"{plural(min(config.run.val_windows or available, available), 'window')} of {config.data.seq_len} tokens"
 
 
 def validate(

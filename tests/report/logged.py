@@ -46,7 +46,8 @@ def event(step: int, name: str, text: str, **more: Any) -> dict[str, Any]:
             "text": text, **more}  # fmt: skip
 
 
-ENVIRONMENT = {"llmtrain": "0.1.0", "torch": "2.11.0", "cuda": "13.0", "device": "NVIDIA H200", "attention": "cudnn"}
+ENVIRONMENT = {"llmtrain": "0.1.0", "torch": "2.11.0", "cuda": "13.0", "device": "NVIDIA H200", "attention": "cudnn",
+               "deterministic": False, "nvml": None}  # fmt: skip
 
 
 def write_log(folder: Path, lines) -> Path:

@@ -168,6 +168,8 @@ def test_the_longer_run_is_cut_and_other_log_intervals_are_said(tmp_path: Path):
 def test_settings_that_differ_are_named_and_a_replicate_may_differ_in_its_seed_alone():
     one = {"run.seed": 0, "run.run_dir": "a", "optimizer.beta1": 0.9}
     assert changes(one, {**one, "run.run_dir": "b", "run.log_every": 1}) == {}
+    shown = {"run.tensorboard": True, "run.wandb": "project", "run.console": "lines"}
+    assert changes({**one, "run.tensorboard": False}, {**one, **shown}) == {}
     refuse_no_replicate("a", "b", changes(one, {**one, "run.seed": 1}))
     with pytest.raises(ConfigMismatch, match="b: is no replicate of a: its optimizer.beta1 is 0.8, not 0.9"):
         refuse_no_replicate("a", "b", changes(one, {**one, "optimizer.beta1": 0.8}))

@@ -42,7 +42,8 @@ def test_figures_settings_samples_events_and_the_machine_are_there(tmp_path, cap
     text = page.read_text()
     for said in (
         "Training loss", "131M", "46.2%", "in 2 attempts", "learning_rate = 0.0006", "def read(", "the disk is full",
-        "starts at step 1000 of 2000", "NVIDIA H200", "2.11.0, then 2.12.0", 'class="state finished"',
+        "starts at step 1000 of 2000", "NVIDIA H200", "2.11.0, then 2.12.0",
+        '<th>deterministic</th><td class="name">no<', '<th>nvml</th><td class="name">none<', 'class="state finished"',
     ):  # fmt: skip
         assert said in text, said
 

@@ -166,6 +166,7 @@ def test_stretches_of_lines_are_a_band(chromium, pages):
 def test_a_phone_scrolls_down_alone(chromium, pages, name):
     chromium.open(pages[name], width=375, height=800)
     assert chromium.run("document.documentElement.scrollWidth <= 375 && innerWidth === 375")
+    assert chromium.run("[...document.querySelectorAll('.chart .width')].every(e => e.offsetWidth === 0)")
     chromium.run("document.querySelectorAll('details').forEach(one => { one.open = true })")
     wide = chromium.run(
         "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1 && "

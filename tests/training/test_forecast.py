@@ -97,7 +97,19 @@ def test_the_largest_batch_is_the_largest_that_the_memory_plan_lets_in():
     text = "\n".join(lines(found))
     assert f"up to {found.largest['none']} sequences of 1024" in text and "TOO LITTLE" in text
     assert ": give --batch-size 32 --accumulate 2 or --batch-size auto" in text
+    assert "TOO LITTLE: lower" not in text  # what to do is said once, with what fits
     assert not planned("102m", "H200").smaller_ways
+
+
+def test_a_model_of_which_nothing_fits_is_told_to_share_it():
+    text = "\n".join(lines(planned("1.5b", "4090")))
+    assert "not one sequence of 2048 in a micro-batch, whatever --checkpoint-activations is: make the model" in text
+    assert "or share it among more cards with --ranks 2 --parallel fsdp (docs/parallel.md)" in text
+
+
+def test_without_a_rate_on_record_a_measured_one_is_asked_for(corpus, tmp_path):
+    text = "\n".join(lines(forecast(config(corpus, tmp_path / "run"), PlanConfig())))
+    assert "known from the first log line on" in text and " --measured takes that of a run" in text
 
 
 def test_batch_size_auto_is_what_fits_the_named_card():
@@ -157,7 +169,8 @@ def test_a_sensible_run_is_told_next_to_nothing():
     [
         ("--learning-rate", {"learning_rate": 1e-5}, "learns slowly"),
         ("--learning-rate", {"learning_rate": 0.5}, "diverges"),
-        ("--warmup-steps", {"warmup_steps": 8000}, "passes below the peak rate"),
+        ("--warmup-steps", {"warmup_steps": 8000}, "% of the run passes below the peak rate"),
+        ("--warmup-steps", {"warmup_steps": 10**6}, ": all of the run passes below the peak rate"),
         ("--warmup-steps", {"warmup_steps": 3}, "after 2 / (1 - beta2) = 40 steps"),
         ("--global-batch-size", {"batch_size": 1}, "in place of 1,024"),
         ("--global-batch-size", {"batch_size": 64, "accumulate": 64}, "updates"),
@@ -181,6 +194,12 @@ def test_what_is_off_is_named_with_its_reason(option: str, given: dict, says: st
         return
     one = options(found)[option]
     assert says in f"{one.text}: {one.why}" and one.source
+
+
+def test_a_held_out_file_beside_the_tokens_is_named(tmp_path):
+    corpus, held = write_corpus(tmp_path / "c.u16", 600), write_corpus(tmp_path / "c.val.u16", 100)
+    found = forecast(config(corpus, tmp_path / "run"), PlanConfig())
+    assert options(found)["--val-tokens"].text == f"{held}, with --val-every"
 
 
 def test_a_model_that_sees_too_few_tokens_is_told_the_size_for_its_flops():

@@ -62,9 +62,12 @@ def test_elsewhere_a_line_is_plain_and_whole(tmp_path):
     text = shown(tmp_path / "run", force_terminal=False, width=40)
     assert text == (
         "step 0: starts\n"
-        "epoch 0.50 step 25/100 loss 6.5000 ppl 665.14 aux 0.0000 lr 3.00e-04 grad 1.25 tok/s 1,024 0.00205 TFLOP/s "
+        "epoch 0.50 step 25/100 loss 6.5000 ppl 665.14 lr 3.00e-04 grad 1.25 tok/s 1,024 0.00205 TFLOP/s "
         "eta 1m15s\n"
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FIGURES, "aux_loss", 0.0125)
+        assert " ppl 665.14 aux 0.0125 lr 3.00e-04 " in shown(tmp_path / "moe", force_terminal=False, width=40)
     _, line = JsonLines.read(tmp_path / "run/metrics.jsonl")
     assert (line["tok_per_s"], line["tflops"], line["mfu"]) == (1024.0, 1024 * 2e6 / 1e12, None)
 

@@ -1,21 +1,33 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from llmtrain.corpus.choices import Choices, Question
 from llmtrain.corpus.order import SampleOrder
 from llmtrain.model.flops import flops_per_token, parameter_counts
 from llmtrain.model.memory import MemoryPlan
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.fit import Room
-from llmtrain.training.plan import checkpoint_bytes, corpus_lines, disk_line, memory_lines, schedule_line
+from llmtrain.training.plan import (
+    SourceUse,
+    checkpoint_bytes,
+    corpus_lines,
+    disk_line,
+    memory_lines,
+    schedule_line,
+    source_line,
+)
 from llmtrain.training.run import train
 from llmtrain.training.run_corpus import open_sources
+from llmtrain.training.validate import what_is_read
 from tests.training.conftest import config, write_corpus
 
 GIB = 2**30
+QUESTION = Question((([5, 6], 1), ([5, 7], 1)), (1, 1), 0)
 PLAN = MemoryPlan(
     fixed={"weights": 3 * GIB, "operands": 0},
     activations={"stream": 5 * GIB, "qkv": 2 * GIB},
@@ -46,6 +58,21 @@ def test_the_memory_of_a_small_model_is_said_in_mib():
         "are free",
         "activations 1.5 MiB: qkv 1.5",
     ]
+    tiny = replace(small, activations={"qkv": 1 << 15, "gate": 1 << 14})
+    assert memory_lines(tiny, Room(80 * GIB, 80 * GIB), on_card=True)[1] == "activations 0.0 MiB"
+
+
+def test_a_source_of_which_little_is_taken_has_a_share_of_an_epoch():
+    def epochs(number: float) -> str:
+        return source_line(SourceUse("a", Path("a.u16"), 1000, 10, 1.0, number, None), 16).split(", ")[1]
+
+    assert [epochs(e).split()[0] for e in (0.00123, 0.25, 1.0, 1234.5)] == ["0.0012", "0.25", "1.00", "1,234.50"]
+
+
+def test_what_an_evaluation_reads_is_one_question_or_several(tmp_path):
+    settings = config(tmp_path / "c.u16", tmp_path / "run")
+    for count, said in ((1, "1 question"), (1200, "1,200 questions")):
+        assert what_is_read(Choices("arc", (QUESTION,) * count, 0), settings) == said
 
 
 def test_the_schedule_says_what_the_learning_rate_comes_to(tmp_path):
@@ -76,7 +103,7 @@ def test_the_plan_adds_up(corpus, tmp_path, capsys):
     assert "corpus      corpus: 597 tokens, 0.49 epochs" in out
     assert "optimizer   AdamW, betas 0.9 and 0.95; decay 0.01, clip 1\n" in out
     one = in_bytes(12 * counts.total)
-    assert f"disk        {one} a checkpoint, {one} for the 1 that are kept, " in out
+    assert f"disk        {one} a checkpoint, {one} for the 1 that is kept, " in out
     assert f"{in_flops(288 * flops)} in all\n" in out
 
 
