@@ -10,6 +10,7 @@ import pytest
 
 from llmtrain.benchmark.peers_table import peers_markdown, seconds_per_token
 from llmtrain.benchmark.tables import sweep_markdown
+from llmtrain.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -80,3 +81,24 @@ def test_every_link_to_a_file_leads_somewhere():
     for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             assert link.startswith("http") or (page.parent / link).exists(), (page, link)
+
+
+def test_the_features_in_the_readme_name_every_command_and_every_page_is_linked():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = cells(ROOT / "README.md", "feature")
+    ways = " ".join(row[1] for row in rows)
+    assert not [name for name in COMMANDS if not re.search(rf"`{name}[ `]", ways)]
+    assert all(len(row) == 3 and re.search(r"\]\((docs/|#)", row[2]) for row in rows)
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", readme))
+    assert linked >= {page.name for page in DOCS.glob("*.md")} and "commands" in readme
+
+
+def test_every_link_to_a_heading_finds_it():
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        for link, heading in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            if link.startswith("http"):
+                continue
+            target = (page.parent / link) if link else page
+            found = re.findall(r"(?m)^#+ (.*)$", target.read_text(encoding="utf-8"))
+            names = [re.sub(r"[^\w\s-]", "", one.lower()).strip().replace(" ", "-") for one in found]
+            assert heading in names, (page, link, heading)
