@@ -11,6 +11,8 @@ from llmtrain.corpus.reading import FILE, LINE, Reading
 MAX_VOCAB_SIZE = 1 << 20
 U16_VOCAB_SIZE = 1 << 16
 
+MOST_SHARDS = 100_000
+
 # The 256 bytes and the end-of-text token: a byte-level vocabulary can hold nothing less.
 MIN_VOCAB_SIZE = 257
 
@@ -141,7 +143,11 @@ class TokenizeConfig:
             raise ValueError(f"workers = {self.workers}: must be at least 1")
         if self.shard is not None:
             number, _, of = self.shard.partition("/")
-            if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-                raise ValueError(f"shard = {self.shard!r}: must be I/N with I from 1 to N, such as 2/8")
+            # No more digits than MOST_SHARDS has: int() would refuse very many.
+            digits = self.shard.isascii() and number.isdecimal() and of.isdecimal() and len(number) <= len(of) <= 6
+            if not (digits and 1 <= int(number) <= int(of) <= MOST_SHARDS):
+                raise ValueError(
+                    f"shard = {self.shard!r}: must be I/N with I from 1 to N, such as 2/8, and N at most {MOST_SHARDS}"
+                )
             if self.append:
                 raise ValueError("append = True: cannot be with shard: add to the token file of one share by its name")

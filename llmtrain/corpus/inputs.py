@@ -1,5 +1,6 @@
 """Which inputs a corpus is made of: files, folders, globs, remote files, standard input; and the form of each."""
 
+import errno
 import glob
 import os
 import stat
@@ -51,8 +52,8 @@ def find_inputs(
 ) -> list[Input]:
     """The inputs that `names` (files, folders, globs, URLs, `-` for standard input) mean, each once: in the order of
     the names and, within one, of the bytes of their paths. Below a folder, names that begin with a dot are left
-    out, and so are devices, pipes and links to folders. `exclude` are files that are never input, such as a command's
-    own output.
+    out, and so are devices, pipes and links to folders or to nothing. `exclude` are files that are never input, such as
+    a command's own output.
 
     `format` is what all of them hold; with "auto" the end of each name says it (SUFFIXES). Raises InputMissing for a
     name that means nothing, UsageError for what cannot be read as a stream and where a `text_field` is asked for and no
@@ -170,6 +171,16 @@ def _one(path: str) -> _Found:
     return str(Path(path)), os.path.realpath(path), size, version
 
 
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a plain file or a link to one. Raises OSError where that cannot be seen."""
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link that leads to itself is one that leads nowhere
+            return False
+        raise
+
+
 def _below(folder: str) -> list[_Found]:
     """As `_expand`, in order. Of a tree of 80,000 files everything shows that is done for each: so the paths are put
     together here, and the system is asked once."""
@@ -187,7 +198,7 @@ def _below(folder: str) -> list[_Found]:
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         folders.append((prefix + name, real_prefix + name))
-                    elif entry.is_file():
+                    elif _is_file(entry):
                         path = prefix + name
                         real_path = os.path.realpath(path) if entry.is_symlink() else real_prefix + name
                         status = entry.stat()

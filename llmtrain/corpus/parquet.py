@@ -89,6 +89,8 @@ def _column(schema: Any, field: str) -> tuple[list[str], str]:
     for name in path:
         if name not in names:
             return path, f"no column {field!r} (there are: {', '.join(schema.names[:8])[:200]})"
+        if names.count(name) > 1:
+            return path, f"{names.count(name)} columns are called {name!r}, so which is meant is not known"
         kind = schema.field(name).type if kind is None else kind.field(name).type
         names = [kind.field(number).name for number in range(kind.num_fields)] if types.is_struct(kind) else []
     if types.is_dictionary(kind):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmtrain.corpus.config import MOST_SHARDS
 from llmtrain.corpus.inputs import Input
 from llmtrain.storage.errors import UsageError
 
@@ -19,12 +20,13 @@ def part_path(path: Path, number: int, of: int) -> Path:
 def find_parts(path: Path) -> list[Path]:
     """The parts of `path` by number, those missing included; none where there is no part. Raises UsageError where
     there are parts of more than one split."""
-    pattern = re.compile(rf"{re.escape(path.stem)}\.(\d+)-of-(\d+){re.escape(path.suffix)}")
+    pattern = re.compile(rf"{re.escape(path.stem)}\.([0-9]+)-of-([0-9]+){re.escape(path.suffix)}")
     try:
         found = [match for one in path.parent.iterdir() if (match := pattern.fullmatch(one.name))]
     except OSError:
         return []
-    splits = {int(match[2]) for match in found}
+    # A name with more is somebody else's: its parts could not be listed.
+    splits = {int(match[2]) for match in found if len(match[2]) <= 6 and int(match[2]) <= MOST_SHARDS}
     if len(splits) > 1:
         raise UsageError(f"{path}: has parts of {' and '.join(map(str, sorted(splits)))}: remove those of one split")
     return [part_path(path, number, of) for of in splits for number in range(1, of + 1)]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.corpus.counts import Counts, Record
+from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.token_manifest import (
     BLOCK_BYTES,
     ID_TYPES,
@@ -28,6 +29,7 @@ from llmtrain.corpus.token_manifest import (
     docs_path,
     manifest_path,
     mask_path,
+    read_manifest,
     work_folder,
 )
 from llmtrain.storage.atomic import fsync_folder, refuse_what_is_no_file, remove_file, write_bytes, write_json
@@ -85,7 +87,8 @@ class Part:
             try:
                 self._open[place] = descriptor = os.open(place, flags, 0o666)
                 if os.fstat(descriptor).st_size < size:
-                    raise BadData(f"{place}: is shorter than was written to it: remove {place.parent} and start over")
+                    advice = "make the token file anew" if self.base else f"remove {place.parent} and start over"
+                    raise BadData(f"{place}: is shorter than was written to it: {advice}")
                 os.ftruncate(descriptor, size)
                 os.lseek(descriptor, size, os.SEEK_SET)
             except OSError as error:
@@ -131,7 +134,8 @@ class Part:
         for place, size in self._sizes().items():
             if place in self._open:
                 with suppress(OSError):
-                    os.ftruncate(self._open[place], size)
+                    # Never beyond its end: zeros would look like ids.
+                    os.ftruncate(self._open[place], min(size, os.fstat(self._open[place]).st_size))
 
     def sync(self) -> None:
         for descriptor in self._open.values():
@@ -209,9 +213,14 @@ class Work:
                     raise  # else somebody who has just finished removed it
         try:
             self._read()
-            if not self._lines:
-                self._clear(keep=("lock",))
-            self._bases()
+            try:
+                if not self._lines:
+                    self._clear(keep=("lock",))
+                self._bases()
+            except BaseException:
+                if not self._lines:  # nothing that anybody goes on from
+                    self._remove()
+                raise
         except BaseException:
             self._lock.__exit__(None, None, None)
             raise
@@ -265,8 +274,8 @@ class Work:
         if self.append:
             for number, path in enumerate(self.outputs):
                 copy = self.folder / f"base-{number}.json"
-                if not self._lines and os.path.lexists(manifest_path(path)):
-                    write_json(copy, read_json(manifest_path(path)))
+                if not self._lines and (manifest := _sound_manifest(path)):
+                    write_json(copy, manifest)
                 bases[number] = read_json(copy) if copy.exists() else None
         self.parts = [
             Part(path, self.folder, base, self.id_type, self.masked)
@@ -393,6 +402,17 @@ class Work:
         for path in list(self.folder.iterdir()):
             if path.name not in keep:
                 remove_file(path)
+
+
+def _sound_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of the token file `path`, which fits the other files; None where there is none. Raises InputMissing,
+    BadData."""
+    manifest = read_manifest(path)
+    if manifest is None or not manifest["tokens"]:
+        return manifest
+    if TokenFile.open(path).doc_ends is None:
+        raise BadData(f"{docs_path(path)}: is missing, and has to be appended to as well: make the token file anew")
+    return manifest
 
 
 def journal_engine(output: Path) -> dict[str, str] | None:

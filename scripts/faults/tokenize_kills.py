@@ -8,6 +8,7 @@ has to be byte-equal to an undisturbed run's, and nothing else may be left in th
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -18,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import llmtrain
 from llmtrain.corpus.tokenizer import train
+from llmtrain.storage.journal import JsonLines
 
 # Forks a process for each line that says options and standard input: the modules are loaded once. Small blocks and a
 # commit after each: as many different states as there can be.
@@ -92,16 +94,20 @@ class Commands:
     def ended(self) -> bool:
         return bool(select.select([self._server.stdout], [], [], 0)[0])
 
-    def finish(self) -> None:
-        """Raises SystemExit where it failed; its own message is above."""
+    def finish(self) -> bool:
+        """Whether it came to its end, and was not killed. Raises SystemExit where it failed; its own message is
+        above."""
         assert self._server.stdout
-        if status := int(self._server.stdout.readline()):
+        status = int(self._server.stdout.readline())
+        if status not in (0, signal.SIGKILL):
             raise SystemExit(f"the command ended with status {status}")
+        return not status
 
-    def kill(self) -> None:
-        assert self._server.stdout
-        os.kill(self._pid, signal.SIGKILL)
-        self._server.stdout.readline()
+    def kill(self) -> bool:
+        """Whether it was in time."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        return not self.finish()
 
     def close(self) -> None:
         assert self._server.stdin
@@ -124,49 +130,69 @@ def prepare(commands: Commands, kind: str, engine: str) -> None:
 
 
 def kill_again_and_again(folder: Path, kills: int, seed: int, engines: tuple[str, ...]) -> dict[str, Any]:
-    """Kills so many times. Raises SystemExit where the output differs or a command fails."""
+    """Kills so many times, each kind as often. Raises SystemExit where the output differs, a command fails, or a kill
+    costs what was in the journal before it."""
     make_inputs(folder)
     chance = random.Random(seed)
     stdin = str(folder / "more" / "3.txt")
-    expected: dict[tuple[str, str], tuple[dict[str, bytes], float]] = {}
     runs = dict.fromkeys(KINDS, 0)
-    killed = at_work = resumed = 0
+    at_work = resumed = further = 0
+    both = list(itertools.product(engines, KINDS))
     with closing(Commands(folder)) as commands:
-        for engine, kind in itertools.product(engines, KINDS):
+        for number, (engine, kind) in enumerate(both):
             prepare(commands, kind, engine)
             begin = time.perf_counter()
             commands.start(KINDS[kind] | {"engine": engine, "workers": 1}, stdin)
             commands.finish()
-            expected[kind, engine] = files(folder / "out"), time.perf_counter() - begin
-        while killed < kills or not all(runs.values()):  # at last every kind has come to its end
-            kind, engine = list(expected)[sum(runs.values()) % len(expected)]
-            wanted, seconds = expected[kind, engine]
-            prepare(commands, kind, engine)
+            wanted, seconds = files(folder / "out"), time.perf_counter() - begin
             work = next(name for name in wanted if name.endswith(".u16") and ".val" not in name)
             journal = folder / "out" / f".{work}.partial" / "journal"
-            while True:
-                size = _size(journal)
-                commands.start(KINDS[kind] | {"engine": engine, "workers": chance.randint(1, 3)}, stdin)
-                if chance.random() < 0.2:
-                    time.sleep(chance.uniform(0, seconds))  # any moment, the start included
-                else:
-                    # A moment while it writes, or publishes.
-                    while not commands.ended() and _size(journal) <= size:
-                        time.sleep(0.001)
-                    time.sleep(chance.uniform(0, 0.4) ** 1.5)
-                if commands.ended() or killed == kills:
-                    commands.finish()
-                    break
-                commands.kill()
-                killed += 1
-                at_work += journal.exists()
-                resumed += size > 0
-            found = files(folder / "out")
-            if found != wanted:
-                different = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-                raise SystemExit(f"{kind} with {engine}: differ or are left over: {', '.join(different)}")
-            runs[kind] += 1
-    return {"kills": killed, "kills_with_a_journal": at_work, "kills_of_a_resumed_run": resumed, "finished_runs": runs}
+            to_kill = (kills + number) // len(both)
+            # The last kill comes in the middle of a run, so one that was killed is brought to its end in any case.
+            while to_kill:
+                prepare(commands, kind, engine)
+                while True:
+                    size, before = _size(journal), position(journal)
+                    commands.start(KINDS[kind] | {"engine": engine, "workers": chance.randint(1, 3)}, stdin)
+                    if chance.random() < 0.2:
+                        time.sleep(chance.uniform(0, seconds))  # any moment, the start included
+                    elif to_kill:
+                        # A moment while it writes, or publishes: when it has come further than it was.
+                        while not commands.ended() and position(journal) <= before:
+                            time.sleep(0.003)
+                        time.sleep(chance.uniform(0, 0.4) ** 1.5)
+                    if not to_kill:
+                        commands.finish()
+                        break
+                    if not commands.kill():
+                        break
+                    to_kill -= 1
+                    after = position(journal)
+                    published = files(folder / "out").get(f"{work}.json") == wanted[f"{work}.json"]
+                    if after < before and not (published and not journal.exists()):
+                        raise SystemExit(f"{kind} with {engine}: came to {before} and is at {after} after a kill")
+                    at_work += journal.exists()
+                    resumed += size > 0
+                    further += after > before
+                found = files(folder / "out")
+                if found != wanted:
+                    names = sorted(found.keys() | wanted.keys())
+                    different = [name for name in names if found.get(name) != wanted.get(name)]
+                    raise SystemExit(f"{kind} with {engine}: differ or are left over: {', '.join(different)}")
+                runs[kind] += 1
+    return {
+        "kills": kills, "kills_with_a_journal": at_work, "kills_of_a_resumed_run": resumed,
+        "kills_that_left_more_than_was_there": further, "finished_runs": runs,
+    }  # fmt: skip
+
+
+def position(journal: Path) -> tuple[float, ...]:
+    """How far its last whole line says that the command has come: (input, document); nothing without a journal, beyond
+    all inputs where it is being published."""
+    found: tuple[float, ...] = ()
+    for line in JsonLines.read(journal) if journal.exists() else ():
+        found = tuple(line["at"]) if "at" in line else (math.inf,) if "publish" in line else found
+    return found
 
 
 def _size(path: Path) -> int:

@@ -25,6 +25,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sub" / "again.txt").symlink_to(tmp_path / "a.txt")
     (tmp_path / "sub" / "broken.txt").symlink_to(tmp_path / "none")
     (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    (tmp_path / "sub" / "itself").symlink_to("itself")
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     return tmp_path

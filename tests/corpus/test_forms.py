@@ -174,6 +174,15 @@ def test_every_row_lacks_a_column_that_is_not_there(folder: Path, field: str, de
     assert found[0].damage and detail in found[0].damage.detail
 
 
+def test_a_column_whose_name_another_has_too_is_none(folder: Path):
+    path = folder / "twice.parquet"
+    columns = [pa.array(["a", "b"]), pa.array(["c", "d"])]
+    parquet.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), path)
+    found = read(path)
+    assert [one.damage.reason for one in found if one.damage] == ["missing_field"] * 2
+    assert found[0].damage and "2 columns are called 'text'" in found[0].damage.detail
+
+
 def test_what_its_name_says_and_its_content_does_not(folder: Path):
     for suffix, reason in ((".gz", "not_gzip"), (".zst", "not_zstd"), (".parquet", "not_parquet")):
         path = folder / f"wrong{suffix}"

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,50 @@ def test_appending_that_fails_at_once_leaves_the_file_as_it_was(here: Path):
     assert output_bytes() == before
 
 
+def of_manifest(**fields: Any) -> Callable[[], object]:
+    """Writes other values into the manifest, or with none an empty one."""
+    path = Path("corpus.u16.json")
+    return lambda: path.write_text(json.dumps(json.loads(path.read_text()) | fields if fields else {}))
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda: os.truncate("corpus.u16", 10), "corpus.u16: holds 5 tokens, its manifest says"),
+        (lambda: os.truncate("corpus.u16.docs", 8), "corpus.u16.docs: its length is 8 bytes"),
+        (lambda: os.remove("corpus.u16.docs"), "corpus.u16.docs: is missing"),
+        (of_manifest(), "is not the manifest of a token file"),
+        (of_manifest(tokens=10**6), "was altered after it was written"),
+        (of_manifest(tokens="5", manifest_sha256=""), "tokens is '5'"),
+        (of_manifest(documents=1, manifest_sha256=""), "corpus.u16.docs: its last document ends at"),
+    ],
+)
+def test_a_damaged_token_file_is_not_added_to_and_nothing_of_it_changes(here: Path, damage: Any, words: str):
+    put(TEXTS)
+    tokenize(CONFIG)
+    damage()
+    before = output_bytes()
+    put(["new"], ".")
+    with pytest.raises(BadData, match=words):
+        tokenize(replace(CONFIG, inputs=("000.txt",), append=True))
+    assert output_bytes() == before, "and no folder of work is left"
+
+
+def test_a_token_file_that_is_cut_while_it_is_added_to_is_not_filled_up(here: Path, monkeypatch: pytest.MonkeyPatch):
+    put([LINES])
+    tokenize(replace(CONFIG, document="line"))
+    put([LINES], ".")
+
+    def cut(self: Counts, task: Any) -> None:
+        os.truncate("corpus.u16", 10)
+        raise BadData("stop")
+
+    monkeypatch.setattr(Counts, "check", cut)
+    with pytest.raises(BadData, match="stop"):
+        tokenize(replace(CONFIG, document="line", inputs=("000.txt",), append=True))
+    assert Path("corpus.u16").stat().st_size == 10, "zeros would be taken for ids"
+
+
 def test_only_a_token_file_of_the_same_tokenizer_and_engine_is_added_to(here: Path):
     put(TEXTS)
     append = replace(CONFIG, append=True)
@@ -327,6 +372,17 @@ def test_shares_hold_each_input_once_in_order_and_are_about_equal(sizes: list[in
     assert all(part == sorted(part, key=lambda one: int(one.name)) for part in shares)
     loads = [sum((one.size or 0) + 1 for one in part) for part in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0) + 1
+
+
+@pytest.mark.parametrize("shard", ["1/100001", "1/" + "9" * 5000, "\u0661/\u0662", "0/2", "3/2", "1"])
+def test_what_is_no_share_is_refused(shard: str):
+    with pytest.raises(ValueError, match="must be I/N with I from 1 to N, such as 2/8, and N at most 100000"):
+        replace(CONFIG, shard=shard)
+
+
+def test_a_file_that_is_called_like_a_part_of_very_many_is_none(here: Path):
+    Path("corpus.1-of-99999999999.u16").touch()
+    assert find_parts(Path("corpus.u16")) == []
 
 
 def test_parts_are_read_as_one_file(here: Path):
