@@ -49,6 +49,18 @@ def command(given: dict[str, Any], of_user: bool, preset: str | None) -> None:
     write(path, text, run_dir)
     for line in what_next(path, of_user):
         click.echo(line)
+    if absent := missing(config):
+        click.echo(f"note: the run cannot start before there is {' and '.join(map(str, absent))}", err=True)
+
+
+def missing(config: TrainConfig) -> list[Path]:
+    """The token files of the run that are not there, in parts neither."""
+    from llmtrain.corpus.order import parse_sources
+    from llmtrain.corpus.shards import find_parts
+
+    named = (config.data.tokens, config.data.val_tokens)
+    paths = [Path(spec.path) for specs in named if specs for spec in parse_sources(specs)]
+    return [path for path in dict.fromkeys(paths) if not path.exists() and not find_parts(path)]
 
 
 def absolute(path: Path) -> Path:

@@ -193,9 +193,11 @@ class SampleOrder:
         self.windows = np.array([cut.windows for cut in self.cuts], np.int64)
         for source, windows in zip(self.sources, self.windows, strict=True):
             if windows == 0:
+                held_out = source.file.path.stem.endswith(".val")
                 raise BadData(
                     f"{source.file.path}: holds {source.file.tokens:,} tokens, a window of --seq-len {seq_len} needs "
-                    f"{seq_len + 1:,}: shorten --seq-len or add text"
+                    f"{seq_len + 1:,}: shorten --seq-len or "
+                    + ("tokenize with a larger --holdout" if held_out else "add text")
                 )
         self.counts = np.array(block_counts([source.weight for source in self.sources]), np.int64)
         for source, count in zip(self.sources, self.counts, strict=True):

@@ -104,7 +104,7 @@ def _shape(model: dict[str, Any]) -> list[tuple[str, Any]]:
         ("feed-forward", ModelConfig(**model).feed_forward_words()),
         ("vocabulary", f"{model['vocab_size']:,}"),
         ("longest context, in tokens", f"{model['max_seq_len']:,}"),
-        ("tied head", model["tie_embeddings"]),
+        ("tied head", "yes" if model["tie_embeddings"] else "no"),
     ]
 
 
@@ -114,9 +114,9 @@ def _data(state: dict[str, Any]) -> list[str]:
         name = parse_sources([spec])[0].name
         rows.append(f"| {name} | {one['tokens']:,} | {one['weight']:g} | `{one['sha256'][:16]}` |")
     data = state["config"]["data"]
-    made = f"Samples of {data['seq_len']:,} tokens, packing `{data.get('packing', 'concat')}`, "
-    made += "with" if data.get("document_mask") else "without"
-    return ["\n".join(rows), made + " attention within documents only."]
+    made = f"Samples of {data['seq_len']:,} tokens, packing `{data.get('packing', 'concat')}`; "
+    made += "attention stays within documents." if data.get("document_mask") else "attention crosses documents."
+    return ["\n".join(rows), made]
 
 
 def _recipe(state: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -124,6 +124,13 @@ def _recipe(state: dict[str, Any]) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for section in ("optimizer", "schedule"):
         rows += [(name, value) for name, value in config[section].items() if value not in ("", None)]
+    unused = {
+        "muon_lr": config["optimizer"].get("optimizer") != "muon",
+        "muon_momentum": config["optimizer"].get("optimizer") != "muon",
+        "decay_share": config["schedule"].get("schedule") != "wsd",
+        "epochs": config["schedule"].get("total_steps") is not None,
+    }
+    rows = [(name, value) for name, value in rows if not unused.get(name)]
     run = config["run"]
     keep = ("batch_size", "accumulate", "global_batch_size", "precision", "seed")
     rows += [(name, run[name]) for name in keep if name in run]

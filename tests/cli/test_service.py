@@ -52,6 +52,16 @@ def test_a_unit_lies_where_systemd_looks_and_has_the_options_of_train_with_absol
     ]
 
 
+def test_token_files_that_are_not_there_are_named(here, capfd):
+    Path("b.1-of-1.u16").touch()
+    asked = ["--run-dir", "runs/a", "--tokens", "b.u16", "--tokens", "web=a.u16:2", "--val-tokens", "v.u16"]
+    assert run_cli(["service", *asked]) == 0
+    assert capfd.readouterr().err == "note: the run cannot start before there is a.u16 and v.u16\n"
+    for name in ("a.u16", "v.u16"):
+        Path(name).touch()
+    assert run_cli(["service", *asked]) == 0 and capfd.readouterr().err == ""
+
+
 def test_a_unit_elsewhere_is_linked_and_a_system_unit_has_a_user_and_waits_for_its_disks(here, capfd):
     asked = ["--system", "--output", "u.service", "--run-dir", "r", "--tokens", "/data/c.u16", "--watchdog", "0"]
     assert run_cli(["service", *asked]) == 0

@@ -200,6 +200,9 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(tmp_path):
     with pytest.raises(BadData, match=r"short.u16: holds 1,024 tokens, .*--seq-len 1024 needs 1,025"):
         SampleOrder([short], 1024, 0)
     assert SampleOrder([short], 1023, 0).samples_per_epoch == 1
+    held_out = Source("held", counting_file(tmp_path / "short.val.u16", 37), 1.0)
+    with pytest.raises(BadData, match=r"short.val.u16: .*shorten --seq-len or tokenize with a larger --holdout$"):
+        SampleOrder([held_out], 128, 0)
 
 
 def test_sources_are_read_from_their_specifications():

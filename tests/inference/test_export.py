@@ -118,6 +118,9 @@ def test_the_card_says_data_recipe_curves_and_evaluation_with_its_artifact(expor
     state = json.loads((folder_of(run_dir, 8) / "state.json").read_text())
     for words in ("| text |", state["corpus"][0]["sha256"][:16], "learning_rate | 0.01 |", "curves.svg", "| held | 8"):
         assert words in text, words
+    tied = "yes" if state["config"]["model"]["tie_embeddings"] else "no"
+    assert f"| tied head | {tied} |" in text and "attention crosses documents." in text
+    assert state["config"]["optimizer"]["optimizer"] == "adamw" and "| muon_lr |" not in text
     evals = json.loads((folder / "evaluation.json").read_text())
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     assert evals == [line for line in lines if line["kind"] == "eval"] and len(evals) == 2
