@@ -89,10 +89,12 @@ def matrices_gathered(config: ModelConfig) -> tuple[int, int, int]:
     return counts["root"], max(blocks), counts["vectors"]
 
 
-def gathered_bytes(config: ModelConfig, width: int) -> int:
+def gathered_bytes(config: ModelConfig, width: int, root: int | None = None) -> int:
     """What a shard holds of the others' weights and gradients at its peak, as `training/sharded.py` has it: operands
-    of the root and two blocks, and gradients in FP32 on their way to where they are added up. An estimate."""
-    root, block, _ = matrices_gathered(config)
+    of the root and two blocks, and gradients in FP32 on their way to where they are added up. root: numbers in the
+    matrices outside of the blocks, where that is a stage's; as many as the whole model has by default. An estimate."""
+    of_model, block, _ = matrices_gathered(config)
+    root = of_model if root is None else root
     return width * (root + 2 * block) + 4 * root + 4 * max(2 * block, root)
 
 

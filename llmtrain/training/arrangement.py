@@ -26,7 +26,8 @@ class Arrangement:
             return f"ddp, {grid.copies} ranks with the whole model each: {self.why}"
         copies = f", {grid.copies} such copies" if grid.copies > 1 else ""
         if self.mode == "pipeline":
-            return f"pipeline, {grid.stages} ranks have the layers{copies}, without CUDA graphs: {self.why}"
+            shards = f", {grid.shards} share out the weights of each stage" if grid.shards > 1 else ""
+            return f"pipeline, {grid.stages} ranks have the layers{shards}{copies}, without CUDA graphs: {self.why}"
         return f"fsdp, {grid.shards} ranks share out the weights{copies}, without CUDA graphs: {self.why}"
 
 
@@ -64,10 +65,10 @@ def arrange(
     return Arrangement("fsdp", _shards(config, ranks), why)
 
 
-def _not_sharded(config: TrainConfig) -> str:
-    """What of the run fsdp does not do; "": nothing."""
+def _not_sharded(config: TrainConfig, otherwise: str = "--parallel ddp") -> str:
+    """What of the run fsdp does not do; "": nothing. otherwise: what does it."""
     if config.run.precision in ("fp8", "mxfp8"):
-        return f"it gathers weights in bf16 or FP32, not --precision {config.run.precision}: use bf16 or --parallel ddp"
+        return f"it gathers weights in bf16 or FP32, not --precision {config.run.precision}: use bf16 or {otherwise}"
     return ""
 
 
@@ -80,18 +81,29 @@ def _shards(config: TrainConfig, ranks: int) -> Grid:
 
 def _pipelines(config: TrainConfig, ranks: int) -> Arrangement:
     run = config.run
-    stages = run.pipeline_ranks or ranks
-    if stages < 2 or ranks % stages:
+    shards = max(1, run.shard_ranks)
+    stages = run.pipeline_ranks or ranks // shards
+    if stages < 2 or ranks % (stages * shards):
+        asked = [f"--pipeline-ranks {stages}"] if run.pipeline_ranks or shards == 1 else []
+        asked += [f"--shard-ranks {shards}"] if shards > 1 else []
         raise UsageError(
-            f"--pipeline-ranks {stages} does not divide the {ranks} ranks into pipelines of two or more: give a number "
+            f"{' with '.join(asked)} does not divide the {ranks} ranks into pipelines of two or more: give a number "
             "that does, or 0"
         )
+    if shards > 1:
+        if refused := _not_sharded(config, "--shard-ranks 0"):
+            raise UsageError(f"--shard-ranks {shards}: {refused}")
+        if run.pipeline_schedule == "zero-bubble":
+            raise UsageError(
+                f"--pipeline-schedule zero-bubble: weights' gradients that are put off come too late for --shard-ranks "
+                f"{shards}, which adds them up behind each block's backward: use interleaved or --shard-ranks 0"
+            )
     if run.batch_size == "auto":
         raise UsageError(
             "--batch-size auto: a pipeline's stages need several micro-batches of a step at once, so their size is for "
             "you to choose: give a number"
         )
-    grid = Grid(stages=stages, copies=ranks // stages)
-    check_micro_batches(run.micro_batches(grid.copies), stages, run.pipeline_schedule)
+    grid = Grid(stages, ranks // (stages * shards), shards)
+    check_micro_batches(run.micro_batches(grid.copies * grid.shards), stages, run.pipeline_schedule)
     cut = stages_of(config, stages)
     return Arrangement("pipeline", grid, f"{run.pipeline_schedule}, {words(cut, stages, run.pipeline_schedule)}")

@@ -190,14 +190,15 @@ class RunConfig:
     has some of the layers and hands micro-batches on; auto: ddp where that is predicted to fit each rank's memory, else
     fsdp."""
     shard_ranks: int = 0
-    """With fsdp: ranks that have the model together, neighbours; the others have copies of it. 0: all ranks."""
+    """Neighbours that share out the model with fsdp, or each of its stages with pipeline; the other ranks have copies.
+    0: with fsdp all ranks share it out, with pipeline none do."""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """In which order the stages of a pipeline run the micro-batches of a step. interleaved: two stages a rank, so that
     ranks wait half as long for each other; zero-bubble: two as well, there and back, and weights' gradients fill the
     gaps."""
     pipeline_ranks: int = 0
     """Ranks that have the stages of one model; the others are further pipelines, which share the step's sequences; 0:
-    all ranks."""
+    all ranks, or with shard_ranks all groups of so many."""
     rank_timeout: float = 120.0
     """Seconds after which a rank that gives no sign of life, or makes no micro-batch, ends the run."""
     precision: Precision = field(default="bf16", metadata=DEFINES)
@@ -333,7 +334,10 @@ def keep_the_step(given: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def of_pipeline(run: dict[str, Any], ranks: int) -> int:
     """Of so many ranks, those that see the same sequences as they have the stages of one model; `run`: the table. What
     cannot be is refused elsewhere."""
-    return min(run.get("pipeline_ranks") or ranks, ranks) if run.get("parallel") == "pipeline" else 1
+    if run.get("parallel") != "pipeline":
+        return 1
+    all_stages = max(1, ranks // max(1, run.get("shard_ranks", 0)))
+    return min(run.get("pipeline_ranks") or all_stages, ranks)
 
 
 def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:

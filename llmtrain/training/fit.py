@@ -48,7 +48,9 @@ class Room:
     free: int
     """What this process could have taken when it began."""
     shards: int = 1
-    """Ranks that have the model together, each with such a device."""
+    """Ranks that have the model together, each with such a device; of a pipeline, a stage of it."""
+    ranks: int = 0
+    """Of the run; 0: as many as there are."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -165,7 +167,7 @@ def fitting(config: TrainConfig, attention: str, device: torch.device, there: Ro
     """The largest micro-batch, at most `highest`, that is predicted to fit; 0 where none is."""
 
     def fits(size: int) -> bool:
-        return needs(memory_of(config, size, attention, device, there.shards), device) <= there.free
+        return needs(memory_of(config, size, attention, device, there.shards, there.ranks), device) <= there.free
 
     return largest(fits, highest)
 
@@ -183,7 +185,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
     MemoryTaken where it would fit if other processes held no memory of the card: that may pass.
     """
     size = config.run.micro_batch_size
-    memory = memory_of(config, size, attention, device, there.shards)
+    memory = memory_of(config, size, attention, device, there.shards, there.ranks)
     place = "card" if device.type == "cuda" else "machine"
     asked = f"--batch-size {size} x --seq-len {config.data.seq_len}"
     unit = Unit(memory.held)
@@ -200,7 +202,7 @@ def refusal(config: TrainConfig, attention: str, device: torch.device, there: Ro
 def smaller_ways(config: TrainConfig, attention: str, device: torch.device, there: Room) -> list[str]:
     """What to ask for in place of a micro-batch that does not fit; one at least."""
     run, size = config.run, config.run.micro_batch_size
-    memory, whole = memory_of(config, size, attention, device, there.shards), config.run.sequences_per_step
+    memory, whole = memory_of(config, size, attention, device, there.shards, there.ranks), config.run.sequences_per_step
     if smaller := fitting(config, attention, device, there, min(whole, int(size * DOWN))):
         smaller = even(whole, smaller)
         keeps = f"a step keeps its {whole * config.data.seq_len:,} tokens"
@@ -209,7 +211,7 @@ def smaller_ways(config: TrainConfig, attention: str, device: torch.device, ther
         advice = ["make the model or --seq-len smaller"]
     for mode in ("selective", "full"):
         sparing = dataclasses.replace(config, run=dataclasses.replace(run, checkpoint_activations=mode))
-        more = memory_of(sparing, size, attention, device, there.shards)
+        more = memory_of(sparing, size, attention, device, there.shards, there.ranks)
         if more.held < memory.held and needs(more, device) <= there.free:
             advice.append(f"keep it with --checkpoint-activations {mode}")
             break

@@ -87,7 +87,7 @@ def forecast(config: TrainConfig, asked: PlanConfig) -> Forecast:
         config.data.document_mask, elsewhere,
     )  # fmt: skip
     parallel = arrange(config, attention.name, device, room, asked.ranks)
-    room = dataclasses.replace(room, shards=parallel.grid.shards)
+    room = dataclasses.replace(room, shards=parallel.grid.shards, ranks=parallel.grid.ranks)
     config = start.settle_batch_size(config, attention, device, room, False, asked.ranks)
     speed = expected_pace(asked, card)
     made = plan.make_plan(config, order, device, name, attention, room, parallel, speed)

@@ -14,7 +14,7 @@ and the embedding get their gradients at once, and the head in its forward, as e
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -39,6 +39,7 @@ from llmtrain.training.flat import FlatParameters
 from llmtrain.training.muon import optimizer_of
 from llmtrain.training.optimizer import AdamW
 from llmtrain.training.parallel import World
+from llmtrain.training.sharded import ShardedParameters
 from llmtrain.training.stages import STAGES_A_RANK, Stage, check_micro_batches, cut, of_rank
 from llmtrain.training.step import COMPUTE_DTYPES, TrainStep
 
@@ -55,8 +56,6 @@ def model_of(stage: Stage, part: Transformer) -> Transformer:
     for name in ("embedding", "norm", "head"):
         if getattr(model, name) is not None:
             setattr(model, name, getattr(part, name))
-    model.cos, model.sin, model.compute_dtype = part.cos, part.sin, part.compute_dtype
-    model.checkpoint_activations = part.checkpoint_activations
     return model
 
 
@@ -111,6 +110,9 @@ class _Stage(PipelineStage):
             except RuntimeError as error:  # as torch tells what the other two raise from an exchange that fails
                 raise RuntimeError(str(error)) from error
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean: shapes are given. torch would take the matrices of shards their gradient buffers."""
+
     # Where two neighbours are on one rank, torch 2.11 makes a connection between them, which gloo cannot; and torch
     # hands gradients over in an evaluation too, where there are none.
 
@@ -157,8 +159,16 @@ class Place:
         first, last = self.own[0].first, self.own[-1].last
         return Transformer(config, layers, embedding=first, head=last, device="meta")
 
-    def parameters(self, part: Transformer, *arguments: Any, **named: Any) -> "StageParameters":
-        return StageParameters(part, self, *arguments, **named)
+    def parameters(
+        self, part: Transformer, device: torch.device | str, dtype: torch.dtype,
+        master_dtype: torch.dtype = torch.float32, **eight_bit: Any,
+    ) -> "StageParameters":  # fmt: skip
+        """As `FlatParameters`; of shards, which have nothing in eight bits, this rank's."""
+        if self.world.grid.shards == 1:
+            return StageParameters(part, self, device, dtype, master_dtype, **eight_bit)
+        assert self.world.mesh is not None
+        mesh, waiting = self.world.mesh["shard"], self.world.waiting
+        return ShardedStageParameters(part, self, device, dtype, mesh, master_dtype, waiting)
 
     def step(self, *arguments: Any, **named: Any) -> "PipelineStep":
         return PipelineStep(self, *arguments, **named)
@@ -170,21 +180,35 @@ class StageParameters(FlatParameters):
     of_all_layers = False
 
     def __init__(self, part: Transformer, place: Place, *arguments: Any, **named: Any) -> None:
+        self.models = [model_of(stage, part) for stage in place.own]
+        """Of the stages."""
         super().__init__(part, *arguments, **named)
+        for model in self.models:
+            model.cos, model.sin, model.compute_dtype = part.cos, part.sin, part.compute_dtype
+            model.checkpoint_activations = part.checkpoint_activations
         self.copies = place.world.grid.copies
         if place.ends is not None and place.own[-1].last:
             self.saved_elsewhere.add(TIED)
 
     def grad_norm(self) -> Tensor:
-        """A tied matrix counts once."""
+        """What several ranks of a copy have counts once."""
         assert self.grad is not None
-        parts = [self.grad]
-        for name in self.saved_elsewhere:
-            span = self.spans[name]
-            parts = [self.grad[: span.begin], self.grad[span.end :]]
+        parts, begin = [], 0
+        for name, span in self.spans.items():
+            if name in self.saved_elsewhere:
+                parts.append(self.grad[begin : span.begin])
+                begin = span.end
+        parts.append(self.grad[begin:])
         square = torch.stack([torch.linalg.vector_norm(part).double().square() for part in parts]).sum()
         dist.all_reduce(square)  # over all ranks, which so have the same bits and decide alike
         return (square / self.copies).sqrt()
+
+
+class ShardedStageParameters(StageParameters, ShardedParameters):
+    """Those of a rank's stages whose matrices are shared out, each stage by itself."""
+
+    def _roots(self, model: Transformer) -> Sequence[Transformer]:
+        return self.models
 
 
 class PipelineStep(TrainStep):
@@ -200,7 +224,7 @@ class PipelineStep(TrainStep):
         self,
         place: Place,
         part: Transformer,
-        flat: FlatParameters,
+        flat: StageParameters,
         optimizer: AdamW,
         batch_size: int,
         seq_len: int,
@@ -211,15 +235,15 @@ class PipelineStep(TrainStep):
         self.place, self.own = place, place.own
         self._rows, self._kept = batch_size, 0
         self._calibrated = False
-        self._schedule, self._evaluation = self._build(), self._build()
+        self._schedule, self._evaluation = self._build(flat.models), self._build(flat.models)
         self.add_up, self.take_highest = self._add_up, place.world.take_highest
 
-    def _build(self) -> Any:
+    def _build(self, models: list[Transformer]) -> Any:
         # What torch says of an exchange that fails is its whole schedule, on stderr.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         config, dtype = self.model.config, self.model.compute_dtype
         stages: list[Any] = []
-        for stage in self.own:
+        for stage, model in zip(self.own, models, strict=True):
             shape = self._rows, self.ids.shape[1]
             ids = torch.empty(shape, dtype=torch.int64, device="meta")
             hidden = torch.empty((*shape, config.d_model), dtype=dtype, device="meta", requires_grad=True)
@@ -227,7 +251,7 @@ class PipelineStep(TrainStep):
             loss = torch.empty((), dtype=of_loss, device="meta", requires_grad=True)
             stages.append(
                 made := _Stage(
-                    _Module(model_of(stage, self.model), self.sums), stage.index, stage.count, self.ids.device,
+                    _Module(model, self.sums), stage.index, stage.count, self.ids.device,
                     input_args=ids if stage.first else hidden, output_args=loss if stage.last else hidden,
                     group=self.place.world.group("stage"),
                 )  # fmt: skip
@@ -299,7 +323,7 @@ class PipelineStep(TrainStep):
         """Over copies of the stages first, then over the two ends: two numbers are added up alike in either order, so
         the copies of a tied matrix stay the same to the bit."""
         world = self.place.world
-        world.add_gradients(grad, sums)
+        world.add_gradients(grad, sums, sharded=self.flat.n_sharded)
         with world.exchange():
             if self.place.ends is not None:
                 dist.all_reduce(self.flat.view(grad, TIED), group=self.place.ends)
@@ -352,8 +376,8 @@ def build_step(
     place = Place.of(world, model_config, seq_len, checkpoint_activations, schedule, micro_batches)
     part = place.part(model_config)
     part.checkpoint_activations = checkpoint_activations
-    flat = StageParameters(
-        part, place, device, COMPUTE_DTYPES[precision],
+    flat = place.parameters(
+        part, device, COMPUTE_DTYPES[precision],
         master_dtype=torch.float64 if precision == "fp64" else torch.float32,
         eight_bit=fp8_scaling if precision == "fp8" else None, mx=precision == "mxfp8",
     )  # fmt: skip

@@ -69,7 +69,7 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
             "shape: leave them out, and evaluate the checkpoints with `llmtrain evaluate`"
         )
     world.arrange(parallel.grid, device)
-    room = dataclasses.replace(room, shards=parallel.grid.shards)
+    room = dataclasses.replace(room, shards=parallel.grid.shards, ranks=parallel.grid.ranks)
     config = start.settle_batch_size(config, attention, device, room, resume, world.data_ranks)
     name = devices.device_name(device)
     plan = make_plan(config, order, device, name, attention, room, parallel)

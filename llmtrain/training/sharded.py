@@ -51,12 +51,13 @@ class ShardedParameters(FlatParameters):
             param_dtype=compute_dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
         )
         vectors = {parameter for parameter in model.parameters() if parameter.dim() < 2}
-        for block in model.layers.values():
-            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-        for method in ("loss", "logits"):
-            register_fsdp_forward_method(model, method)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        roots = self._roots(model)
+        for root in roots:
+            for module in (*root.layers.values(), root):
+                fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+            for method in ("loss", "logits"):
+                register_fsdp_forward_method(root, method)
+        self._units = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
         gather: Any = _Exchange(_all_gather, waiting)
         reduce_scatter: Any = _Exchange(_reduce_scatter, waiting)
         for unit in self._units:
@@ -66,11 +67,16 @@ class ShardedParameters(FlatParameters):
             unit.set_force_sum_reduction_for_comms(True)
         super().__init__(model, device, compute_dtype, master_dtype, shard=(mesh.get_local_rank(), mesh.size()))
         self.n_sharded = self.n_decayed
-        if compute_dtype != master_dtype:
-            # The embedding is the first of what the root has to run.
-            for module in (*model.layers.values(), *([] if model.embedding is None else [model.embedding])):
-                within = module if module is not model.embedding else model
-                module.register_forward_pre_hook(lambda _, __, within=within: _widen_gradients(within, master_dtype))
+        for root in roots if compute_dtype != master_dtype else ():
+            within: dict[nn.Module, nn.Module] = {block: block for block in root.layers.values()}
+            # What the root has to run before the head's product; of a stage with the head that is the norm alone.
+            within |= {module: root for module in (root.embedding, root.norm) if module is not None}
+            for module, of in within.items():
+                module.register_forward_pre_hook(lambda _, __, of=of: _widen_gradients(of, master_dtype))
+
+    def _roots(self, model: Transformer) -> Sequence[Transformer]:
+        """What is run of the model, each by itself; they have its modules."""
+        return [model]
 
     @property
     def whole(self) -> list[str]:

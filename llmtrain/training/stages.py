@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.flops import causal_pairs, parameter_counts
-from llmtrain.model.memory import MemoryPlan
+from llmtrain.model.memory import MemoryPlan, gathered_bytes
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.config import PipelineSchedule, TrainConfig
@@ -150,8 +150,9 @@ def in_flight(rank: int, ranks: int, count: int, schedule: PipelineSchedule) -> 
 def memory_of_rank(
     whole: MemoryPlan, config: TrainConfig, batch_size: int, width: int, ranks: int, copies: int
 ) -> MemoryPlan:
-    """The plan of that rank of a pipeline that needs most, from the `whole` model's for one micro-batch of `batch_size`
-    sequences, with numbers of `width` bytes. An estimate: layers count as equal."""
+    """The plan of that rank of a pipeline of `ranks` stages that needs most, from the `whole` model's, or a shard's of
+    it, for one micro-batch of `batch_size` sequences, with numbers of `width` bytes; copies: that share the data,
+    shards included. An estimate: layers count as equal."""
     c, run, seq_len = config.model, config.run, config.data.seq_len
     count = math.ceil(run.sequences_per_step / (batch_size * copies))
     stages = stages_of(config, ranks)
@@ -164,6 +165,10 @@ def memory_of_rank(
         share = sum(parameter.numel() for parameter in part.parameters()) / parameter_counts(c).total
         kept = len(layers) / c.n_layers * in_flight(rank, ranks, count, run.pipeline_schedule)
         fixed = {name: size if name == "workspace" else int(size * share) for name, size in whole.fixed.items()}
+        if "gathered" in fixed:
+            matrices = {name: one.numel() for name, one in part.named_parameters() if one.dim() > 1}
+            root = sum(size for name, size in matrices.items() if not name.startswith("layers."))
+            fixed["gathered"] = gathered_bytes(c, width, root)
         fixed["batch and tables"] = count * whole.fixed["batch and tables"]
         # Of each micro-batch what is received, in the forward, in the backward and in an evaluation.
         fixed["exchange"] = row * count * sum(2 * (not stage.first) + (not stage.last) for stage in own)

@@ -213,10 +213,10 @@ def place_of(config: TrainConfig, world: World) -> "Place | None":
 def parameters_of(
     config: TrainConfig, model: Transformer, device: torch.device, world: World, place: "Place | None" = None
 ) -> FlatParameters:
-    """All parameters on `device`, or this rank's shard of them, or those of its stages."""
+    """All parameters on `device`, or this rank's shard of them, or those of its stages or its shard of these."""
     precision = config.run.precision
     dtype = COMPUTE_DTYPES[precision]
-    if world.grid.shards > 1:
+    if world.grid.shards > 1 and place is None:
         from llmtrain.training.sharded import ShardedParameters  # who has one card need not wait for FSDP's import
 
         assert world.mesh is not None
@@ -246,7 +246,7 @@ def fitting_step(
             with fit.or_refused(config, attention.name, device, room):
                 data = config.data
                 step = build(size, data.seq_len, document_mask=data.document_mask)
-                memory = fit.memory_of(config, size, attention.name, device, room.shards)
+                memory = fit.memory_of(config, size, attention.name, device, room.shards, room.ranks)
                 try_out(step, memory, data.evaluates)
         except LlmtrainError:
             if not auto or size == 1:

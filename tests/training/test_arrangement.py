@@ -6,7 +6,7 @@ from llmtrain.kernels.weight import deliver_gradient, deliver_product
 from llmtrain.model.memory import state_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.arrangement import ALONE, arrange
-from llmtrain.training.config import TrainConfig
+from llmtrain.training.config import TrainConfig, for_ranks
 from llmtrain.training.fit import Room, memory_of, needs
 from llmtrain.training.grid import Grid
 from tests.training.test_fit import CARD, asked
@@ -41,6 +41,49 @@ def test_what_shards_cannot_do_stays_with_ddp_or_is_refused():
         arranged(1, precision="mxfp8", parallel="fsdp")
     with pytest.raises(UsageError, match="--shard-ranks 3 does not divide the 4 ranks"):
         arranged(1, parallel="fsdp", shard_ranks=3)
+
+
+def test_a_pipeline_shares_out_the_weights_of_its_stages_where_that_is_asked_for():
+    def pipeline(ranks, **run):
+        return arranged(1, ranks, parallel="pipeline", batch_size=1, accumulate=16, **run)
+
+    assert pipeline(8)[1] == Grid(stages=8)  # nothing is shared out unasked
+    assert pipeline(8, pipeline_ranks=4, shard_ranks=1)[1] == Grid(stages=4, copies=2)
+    mode, grid, line = pipeline(16, pipeline_ranks=4, shard_ranks=2)
+    assert (mode, grid) == ("pipeline", Grid(stages=4, copies=2, shards=2))
+    assert "4 ranks have the layers, 2 share out the weights of each stage, 2 such copies" in line
+    config = for_ranks(asked(parallel="pipeline", shard_ranks=2, batch_size=1, accumulate=8), 8)
+    assert config.run.sequences_per_step == 16  # of two pipelines
+    assert pipeline(8, shard_ranks=2, pipeline_schedule="interleaved")[1] == Grid(stages=4, shards=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"shard_ranks": 3}, "--shard-ranks 3 does not divide the 8 ranks into pipelines"),
+        ({"shard_ranks": 8}, "--shard-ranks 8 does not divide the 8 ranks into pipelines of two or more"),
+        ({"shard_ranks": 4, "pipeline_ranks": 4}, "--pipeline-ranks 4 with --shard-ranks 4 does not divide the 8"),
+        ({"precision": "fp8"}, "--shard-ranks 2: it gathers .* not --precision fp8: use bf16 or --shard-ranks 0"),
+        ({"pipeline_schedule": "zero-bubble"}, "put off come too late for --shard-ranks 2.*: use interleaved or"),
+    ],
+)
+def test_a_pipeline_of_shards_that_cannot_be_is_refused(run, words):
+    settings = {"parallel": "pipeline", "batch_size": 1, "accumulate": 8, "shard_ranks": 2, **run}
+    with pytest.raises(UsageError, match=words):
+        arranged(1, 8, **settings)
+
+
+def test_a_stage_that_is_shared_out_takes_less_memory_the_more_ranks_there_are():
+    def parts(shards: int) -> dict[str, int]:
+        config = asked(parallel="pipeline", pipeline_ranks=4, shard_ranks=shards, batch_size=1, global_batch_size=64)
+        return memory_of(config, 1, CUDNN, CARD, shards, 4 * shards).fixed
+
+    whole, halves, eighths = parts(1), parts(2), parts(8)
+    assert whole["weights"] <= 2 * halves["weights"] < 1.01 * whole["weights"]
+    assert "gathered" not in whole and halves["operands"] == 0 < whole["operands"]
+    # Of the embedding or the head, which are half of what a whole model gathers outside of its blocks.
+    of_model = memory_of(asked(batch_size=1), 1, CUDNN, CARD, 2).fixed["gathered"]
+    assert 0 < halves["gathered"] == eighths["gathered"] <= of_model
 
 
 def test_places_in_a_grid_are_all_different_and_shards_are_neighbours():

@@ -112,6 +112,15 @@ def test_without_a_rate_on_record_a_measured_one_is_asked_for(corpus, tmp_path):
     assert "known from the first log line on" in text and " --measured takes that of a run" in text
 
 
+def test_the_largest_batch_of_a_pipeline_is_what_fits_a_rank_of_it():
+    asked = {"parallel": "pipeline", "pipeline_ranks": 4, "batch_size": 4}
+    whole = planned("500m").largest
+    stage = planned("500m", asked={"ranks": 4}, **asked).largest
+    shard = planned("500m", asked={"ranks": 8}, **asked, shard_ranks=2).largest
+    assert all(2 * whole[mode] < stage[mode] < shard[mode] for mode in ("none", "selective"))
+    assert whole["full"] < stage["full"] < shard["full"]  # a step's exchange takes as much, however it is split
+
+
 def test_batch_size_auto_is_what_fits_the_named_card():
     sizes = [
         planned("102m", card, batch_size="auto", global_batch_size=512).config.run.batch_size
