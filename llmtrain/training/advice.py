@@ -20,6 +20,8 @@ TOKENS_A_PARAMETER = 20
 FEW_TOKENS_A_PARAMETER = 5
 BATCH_FACTOR, RATE_FACTOR = 4.0, 3.0
 """How far a setting may be from the law's before it is named."""
+FEW_ROWS = 1.1
+"""Up to which share of the tokenizer's vocabulary a model may have rows for."""
 MUCH_WARMUP = 0.1
 SMALL_MICRO_BATCH = 16_384
 """Tokens of a micro-batch below which a card's matmuls were measured to be short of work."""
@@ -42,8 +44,8 @@ class Suggestion:
 def suggestions(config: TrainConfig, plan: Plan, uses: list[SourceUse], largest: dict[str, int]) -> list[Suggestion]:
     """All that apply, the weightiest first. largest: micro-batch that fits, by --checkpoint-activations."""
     rules: list[Callable[..., Iterator[Suggestion]]] = [
-        of_size, of_learning_rate, of_batch, of_warmup, of_micro_batch, of_vocabulary, of_heads, of_widths, of_saves,
-        of_held_out,
+        of_size, of_learning_rate, of_batch, of_warmup, of_micro_batch, of_vocabulary, of_empty_rows, of_heads,
+        of_widths, of_saves, of_held_out,
     ]  # fmt: skip
     return [one for rule in rules for one in rule(config, plan, uses, largest)]
 
@@ -181,6 +183,20 @@ def of_vocabulary(config: TrainConfig, plan: Plan, *_: Any) -> Iterator[Suggesti
             f"{matrix / total:.0%} of the parameters are embedding; the best vocabulary grows with the rest of the "
             "model, a little slower",
             "Tao et al. 2024, arXiv 2407.13623; docs/vocabularies.md",
+        )
+
+
+def of_empty_rows(config: TrainConfig, plan: Plan, uses: list[SourceUse], _: Any) -> Iterator[Suggestion]:
+    """Of a preset's vocabulary, say, that is not the tokenizer's. A few rows more make the head's sides even."""
+    known = [use.vocab_size for use in uses if use.vocab_size is not None]
+    model = config.model
+    if not config.run.init_from and known and len(known) == len(uses) and model.vocab_size > FEW_ROWS * max(known):
+        empty = (1 if model.tie_embeddings else 2) * (model.vocab_size - max(known)) * model.d_model
+        yield Suggestion(
+            "--vocab-size",
+            f"{max(known)} in place of {model.vocab_size}, or a tokenizer of as many tokens",
+            f"the other rows of the embedding, {rounded(empty)} parameters, are of no token of these files",
+            "docs/vocabularies.md",
         )
 
 

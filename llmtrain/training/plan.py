@@ -351,6 +351,8 @@ class SourceUse:
     epochs: float | None
     budget: int | None
     """Tokens that were asked for."""
+    vocab_size: int | None = None
+    """Of the tokenizer, where the file says it."""
 
 
 def source_uses(order: SampleOrder, total_samples: int) -> list[SourceUse]:
@@ -359,6 +361,7 @@ def source_uses(order: SampleOrder, total_samples: int) -> list[SourceUse]:
         SourceUse(
             source.name, source.file.path, source.file.tokens, int(samples) * order.seq_len,
             int(samples) / total_samples, float(samples / windows), source.budget,
+            source.file.manifest["vocab_size"] if source.file.manifest else None,
         )
         for source, samples, windows in zip(order.sources, order.drawn(total_samples), order.windows, strict=True)
     ]  # fmt: skip

@@ -205,6 +205,17 @@ def test_what_is_off_is_named_with_its_reason(option: str, given: dict, says: st
     assert says in f"{one.text}: {one.why}" and one.source
 
 
+def test_rows_of_no_token_are_named(corpus, tmp_path):
+    asked = config(corpus, tmp_path / "run")
+    for rows, of_32 in ((1000, "29k"), (100, None), (0, None)):
+        found = options(forecast(replace(asked, model=replace(asked.model, vocab_size=rows)), PlanConfig()))
+        if of_32 is None:
+            assert "--vocab-size" not in found
+        else:
+            one = found["--vocab-size"]
+            assert one.text.startswith("96 in place of 1000") and f"embedding, {of_32} parameters" in one.why
+
+
 def test_a_held_out_file_beside_the_tokens_is_named(tmp_path):
     corpus, held = write_corpus(tmp_path / "c.u16", 600), write_corpus(tmp_path / "c.val.u16", 100)
     found = forecast(config(corpus, tmp_path / "run"), PlanConfig())
