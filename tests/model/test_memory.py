@@ -132,8 +132,10 @@ def test_eight_bit_operands_are_kept_instead_of_rows(shape, mode, scaling, monke
     monkeypatch.setattr(Fp8Experts, "multiply", lambda experts, x, _, ends, transposed: torch.empty(
         len(x), (experts.columns if transposed else experts.rows).shape[1], dtype=torch.bfloat16))  # fmt: skip
     step, plan = step_and_plan(shape, mode, "fp8", scaling)
-    by_kernels(lambda: step._micro(True))
-    measured = allocated_at_most(lambda: by_kernels(lambda: step._micro(False)))  # whose dW is added by a pass
+    # On a processor that multiplies bf16 oneDNN takes memory of its own, for the routers' products.
+    with torch.backends.mkldnn.flags(enabled=False):
+        by_kernels(lambda: step._micro(True))
+        measured = allocated_at_most(lambda: by_kernels(lambda: step._micro(False)))  # whose dW is added by a pass
     within = 0.03 if "experts" in shape else 0.003  # scales for rows are not counted
     assert measured == pytest.approx(plan.peak - sum(plan.fixed.values()), rel=within)
     eight_bit = [*step.flat.eight_bit.values(), *step.flat.eight_bit_experts.values()]
