@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtrain.cli.options import ConfigCommand
+from llmtrain.storage.errors import StorageFailure, write_error
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -55,6 +56,7 @@ def watch(run_dir: Path, once: bool) -> None:
         return frame(state, width, height, ascii_only=ascii_only)
 
     terminal, first = Terminal(picture, live=not once), True
+    follows = terminal.draws
     try:
         while not terminal.lost:
             anew, new = lines.new()
@@ -64,7 +66,8 @@ def watch(run_dir: Path, once: bool) -> None:
             look(run_dir, state)
             first = False
             if once or not terminal.draws:
-                return terminal.print_frame()
+                terminal.print_frame()
+                break
             terminal.draw()
             if state.state == FINISHED:
                 return
@@ -72,6 +75,11 @@ def watch(run_dir: Path, once: bool) -> None:
     finally:
         lines.close()
         terminal.close()
+    # What follows a run ends with its terminal; a frame for a file or a pipe is there, or the command has failed.
+    if terminal.failure is not None and not follows:
+        if isinstance(terminal.failure, BrokenPipeError):  # `| head` has read enough
+            raise click.exceptions.Exit(StorageFailure.exit_code)
+        raise write_error(terminal.failure, "standard output")
 
 
 def take(state: "RunState", lines: Iterable[dict[str, Any]], terminal: "Terminal", most: int) -> None:

@@ -42,6 +42,7 @@ class Terminal:
         """frame: None where only lines are wanted. live: whether it is drawn again and again, where that can be."""
         self.console = console or _Console(highlight=False, quiet=quiet)
         self.lost = ""
+        self.failure: OSError | None = None
         self._frame = frame
         can_draw = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
         self._live: Live | None = None
@@ -92,6 +93,6 @@ class Terminal:
             show()
         except OSError as error:
             self.console.quiet = True
-            self.lost = str(error)
+            self.lost, self.failure = str(error), error
             with suppress(OSError, ValueError):  # what is still in the buffer must not fail once more at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

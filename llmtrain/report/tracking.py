@@ -119,7 +119,7 @@ class Wandb:
             self._kept = read_json(self._file)
         except LlmtrainError:
             self._kept = {}
-        self.goes_on = isinstance(self._kept.get("id"), str)
+        self.goes_on = isinstance(self._kept.get("id"), str) and type(self._kept.get("step")) is int
         if not self.goes_on:
             self._kept = {"id": secrets.token_hex(4), "step": -1}
         self._kept["project"] = self._kept.get("project", project)

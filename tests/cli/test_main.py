@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,14 @@ def test_debug_shows_the_traceback():
 def test_an_interrupt_exits_75():
     done = fail("os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(30)", "fail")
     assert (done.returncode, done.stderr) == (75, "llmtrain: error: interrupted\n")
+
+
+def test_an_interrupt_while_modules_are_loaded_leaves_no_traceback():
+    # It comes when the first module that the command needs is looked for.
+    finder = "type('Finder', (), {'find_spec': lambda *_: os.kill(os.getpid(), signal.SIGINT)})"
+    body = f"import os, signal, sys, llmtrain.__main__ as program; sys.meta_path.insert(0, {finder}); program.main()"
+    done = run("-c", body)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_command_may_exit_as_it_likes():

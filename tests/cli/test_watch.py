@@ -97,3 +97,15 @@ def test_it_needs_no_torch(run_dir: Path):
     look = "import sys; from llmtrain.cli.main import run; run(['watch', sys.argv[1]]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", look, str(run_dir)], capture_output=True, text=True, env=environment())
     assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_frame_that_cannot_be_written_is_said_and_a_reader_that_has_read_enough_is_not(run_dir: Path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command(run_dir), stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+    assert done.returncode == 74 and "standard output: cannot be written: the disk is full" in done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command(run_dir), stdout=writer, stderr=subprocess.PIPE, text=True, env=environment())
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (74, "")
