@@ -1,5 +1,6 @@
 """What the commands on a trained model share: finding and loading it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.inference.config import ModelSource
 from llmtrain.model.transformer import Transformer
 from llmtrain.storage.errors import BadData, ConfigMismatch, InputMissing, LlmtrainError
-from llmtrain.training.checkpoint import folder_of, list_steps, load_model
+from llmtrain.training.checkpoint import folder_of, load_model, newest_first
 from llmtrain.training.devices import pick_device
 
 
@@ -68,12 +69,13 @@ def _load_newest(source: ModelSource, device: torch.device, precision: str) -> t
     for the run itself. Raises InputMissing where there is none, BadData where none verifies."""
     run_dir = source.run_dir
     damaged: list[LlmtrainError] = []
-    for step in list_steps(run_dir):
+    for step in newest_first(run_dir):
         folder = folder_of(run_dir, step)
         try:
             model, _, state = load_model(folder, device, precision, source.weights)
-        except (BadData, InputMissing) as error:  # the run that goes on may have removed it just now
-            damaged.append(error)
+        except (BadData, InputMissing) as error:
+            if os.path.lexists(folder):  # else the run that goes on has removed it just now
+                damaged.append(error)
             continue
         for reason in map(str, damaged):
             click.echo(f"{reason.removesuffix(': use another checkpoint')}: {folder.name} is used instead", err=True)

@@ -365,9 +365,18 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
+def newest_first(run_dir: Path) -> Iterator[int]:
+    """The steps of `list_steps`, each once. They are listed anew each time: while one is read, a run that goes on may
+    remove all that there were and have made others. Raises as `list_steps`."""
+    seen: set[int] = set()
+    while left := [step for step in list_steps(run_dir) if step not in seen]:
+        seen.add(left[0])
+        yield left[0]
+
+
 def newest_whole(run_dir: Path) -> Path | None:
     """The folder of the newest checkpoint whose manifest and sizes hold."""
-    folders = (folder_of(run_dir, step) for step in list_steps(run_dir))
+    folders = (folder_of(run_dir, step) for step in newest_first(run_dir))
     return next((folder for folder in folders if _manifest_holds(folder)), None)
 
 

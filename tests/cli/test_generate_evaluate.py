@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.cli import trained
 from llmtrain.cli.main import run as llmtrain
 from llmtrain.corpus import tokenizer as tokenizers
 from llmtrain.model.config import ModelConfig
@@ -232,3 +233,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used_untouch
     shutil.rmtree(steps / "step-00000012")
     code, _, said = command(capsys, "generate", "--run-dir", tmp_path / "run")
     assert code == 65 and said.count("\n") == 1 and "step-00000014" in said
+
+
+def test_a_run_that_goes_on_may_replace_all_its_checkpoints_while_one_is_read(run_dir, tmp_path, capsys, monkeypatch):
+    shutil.copytree(run_dir, tmp_path / "run")
+    steps, real = tmp_path / "run/checkpoints", trained.load_model
+
+    def slow(folder: Path, *args: object):
+        if folder.name != "step-00000020":
+            shutil.copytree(steps / "step-00000012", steps / "step-00000020")
+            for old in [path for path in steps.iterdir() if path.name != "step-00000020"]:
+                shutil.rmtree(old)
+        return real(folder, *args)
+
+    monkeypatch.setattr(trained, "load_model", slow)
+    code, _, said = command(capsys, "generate", "--run-dir", tmp_path / "run", "--max-new-tokens", "9")
+    assert (code, said) == (0, "") and [path.name for path in steps.iterdir()] == ["step-00000020"]
