@@ -69,6 +69,6 @@ def test_a_preset_is_found_by_its_name_and_the_command_line_goes_before_it(monke
 def test_what_does_not_fit_and_what_is_not_there_is_one_line(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UsageError, match="does not fit the device: lower --batch-size"):
-        bench("step", *TINY, "--vocab-size", "65536", "--d-model", str(2**30))
+        bench("step", *TINY, "--vocab-size", str(2**20), "--d-model", str(2**24))
     with pytest.raises(InputMissing, match="nowhere"):
         bench("step", "--config", "nowhere")
