@@ -46,7 +46,7 @@ d_ff = 32
 name = "beyond any memory"
 batch_size = 2
 seq_len = 8
-model = { vocab_size = 65536, d_model = 1073741824 }
+model = { vocab_size = 1048576, d_model = 16777216 }
 [[rows]]
 name = "small"
 batch_size = 2
