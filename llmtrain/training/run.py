@@ -16,7 +16,7 @@ from llmtrain.storage.disk import require_room
 from llmtrain.storage.errors import LlmtrainError, StopRequested, UsageError
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.lock import RunLock
-from llmtrain.storage.units import duration
+from llmtrain.storage.units import duration, plural
 from llmtrain.training import checkpoint, devices, fit, run_corpus, run_folder, start
 from llmtrain.training.arrangement import arrange
 from llmtrain.training.card import Card
@@ -372,4 +372,4 @@ def loop(run: Started, plan: Plan, log: RunLog, stop: StopFlag, supervisor: Supe
         saver.finish(f"all {plan.total_steps} steps are done")
     if not evaluated:
         raise stopped()
-    finish(f"finished: {plan.total_steps} steps, {tokens():,} tokens")
+    finish(f"finished: {plural(plan.total_steps, 'step')}, {tokens():,} tokens")
