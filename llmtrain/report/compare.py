@@ -106,6 +106,7 @@ class Blocks:
 def cut(curves: Sequence[Curve], tail: float, blocks: int) -> Blocks:
     """Block means over the last `tail` (a share) of the tokens that all runs have; blocks 0: up to MOST_BLOCKS. Raises
     BadData where a block of some run has no loss."""
+    remedy = "lower --blocks, raise --tail" if blocks else "raise --tail"
     if not blocks:
         for fewer in range(MOST_BLOCKS, 2, -1):
             with suppress(BadData):
@@ -123,8 +124,8 @@ def cut(curves: Sequence[Curve], tail: float, blocks: int) -> Blocks:
             losses = curve.losses[of_block == k]
             if not len(losses):
                 raise BadData(
-                    f"{curve.name}: has no loss between {edges[k]:,.0f} and {edges[k + 1]:,.0f} tokens: lower "
-                    "--blocks, raise --tail, or log more often (--log-every, --val-every)"
+                    f"{curve.name}: has no loss between {edges[k]:,.0f} and {edges[k + 1]:,.0f} tokens: "
+                    f"{remedy}, or log more often (--log-every, --val-every)"
                 )
             means[i, k] = losses.mean()
     return Blocks(edges, means, paired, min(map(len, inside)))

@@ -163,6 +163,8 @@ def test_the_longer_run_is_cut_and_other_log_intervals_are_said(tmp_path: Path):
     assert cut([held_out, held_out], 0.25, 0).means.shape == (2, 5)
     with pytest.raises(BadData, match="has no loss between .* lower --blocks"):
         cut([dense, sparse], 0.25, 200)
+    with pytest.raises(BadData, match="has no loss between .* tokens: raise --tail"):  # where nobody gave a number
+        cut([held_out, held_out], 0.001, 0)
 
 
 def test_settings_that_differ_are_named_and_a_replicate_may_differ_in_its_seed_alone():
