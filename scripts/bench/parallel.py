@@ -263,11 +263,13 @@ def work(args: argparse.Namespace) -> None:
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
-    """What torchrun sets for each rank of a box."""
+    """What torchrun sets for each rank of a box: one thread, which one rank alone has here too, or it would be compared
+    with the same cores. More threads than cores wait for each other by turning in circles."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return [{**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
 
 
