@@ -10,7 +10,7 @@ import click
 
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.cli.bench_ops import COMMANDS as OP_COMMANDS
-from llmtrain.cli.bench_ops import example
+from llmtrain.cli.bench_ops import example, show
 from llmtrain.cli.options import ConfigCommand, ExampleGroup, build, config_options
 from llmtrain.cli.presets import complete_preset, preset_path
 from llmtrain.cli.train import read_tables
@@ -97,14 +97,6 @@ def measured(measure: Callable[..., dict[str, Any]], shape: Shape, timing: Timin
             raise
         reason = str(error).split("\n")[0]
         raise UsageError(f"batch {shape} does not fit the device: lower --batch-size or --seq-len ({reason})") from None
-
-
-def show(data: dict[str, Any], markdown: str, output: Path | None) -> None:
-    from llmtrain.benchmark.tables import write_table
-
-    click.echo(markdown, nl=False)
-    if output is not None:
-        write_table(output, data, markdown)
 
 
 @command.command(cls=ConfigCommand, epilog=example("step --config 102m --batch-size 64"))

@@ -15,6 +15,14 @@ def example(words: str) -> str:
     return f"Example:\n\n    llmtrain bench {words}\n"
 
 
+def show(data: dict[str, Any], markdown: str, output: Path | None) -> None:
+    from llmtrain.benchmark.tables import write_table
+
+    click.echo(markdown, nl=False)
+    if output is not None:
+        write_table(output, data, markdown)
+
+
 def op_command(name: str, summary: str, shapes: type) -> click.Command:
     """A command that times the cases which `name`_cases of llmtrain.benchmark.ops makes of `shapes`."""
 
@@ -29,7 +37,6 @@ def op_command(name: str, summary: str, shapes: type) -> click.Command:
         wanted: Any = build(shapes, given)
 
         from llmtrain.benchmark import ops
-        from llmtrain.cli.bench import show
         from llmtrain.training.devices import pick_device
         from llmtrain.training.fit import out_of_memory
 
