@@ -28,7 +28,8 @@ from llmtrain.corpus.streams import Progress
 from llmtrain.corpus.token_manifest import held_out_path, manifest_bytes, manifest_path, work_folder
 from llmtrain.corpus.tokenizer import Tokenizer
 from llmtrain.corpus.workers import Encoded, Task, Workers, encode_blocks
-from llmtrain.corpus.writing import Part, Work, journal_engine, names
+from llmtrain.corpus.writing import Work, journal_engine
+from llmtrain.corpus.writing_part import Part, names
 from llmtrain.storage.atomic import make_parent
 from llmtrain.storage.errors import (
     STOP_SIGNALS,

@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024, help="of scale, pack and cold")
     parser.add_argument("--step-rate", type=float, default=2e6, help="tokens a second of the step on a cold file")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("docs/batches.md"))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -300,8 +300,7 @@ def main() -> None:
         return
     machine = describe(False)
     result = {**measure(args), "machine": machine}
-    if args.output:
-        write_page(args.output, result, markdown)
+    write_page(args.output, result, markdown)
 
 
 if __name__ == "__main__":
