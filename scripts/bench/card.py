@@ -1,11 +1,13 @@
 """All figures of one card in one go, those that most rests on first: each script that measures, and what it took.
 
     python scripts/bench/card.py [--tokens data/corpus.u16] [--seconds 540] [--only NAME ...] [--gather FOLDER] [--list]
+    python scripts/bench/card.py --cards 0 1 ...       # two cards: each takes the next part when it is free
 
 Each part is a script of its own that writes its page and JSON into docs/; a part is not begun where what is left of
 --seconds is less than it should take, and is ended where it takes twice that, so a lease of any length is used up and a
-later call does the rest: `--skip` or `--only` names parts. --gather copies every file of docs/ that changed, and each
-part's output, after each part. Exits 1 where a part failed: the last line of each is in the table at the end.
+later call does the rest: `--skip` or `--only` names parts. With several cards each part has one of them, but for those
+that measure several, which come first; parts that write one page never run at once. --gather copies every file of docs/
+that changed, and each part's output, after each part. Exits 1 where a part failed: its last line stands beside it.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +31,30 @@ class Part:
     words: str
     """Behind `python`; TOKENS stands for a token file."""
     needs_tokens: bool = False
+    cards: int = 1
+
+    @property
+    def writes(self) -> str:
+        """Parts of one script share its page."""
+        return self.words.split(" --")[0]
 
 
 PARTS = [
+    # Several cards.
+    Part("scaling", 200, "scripts/bench/parallel.py --rows weak-1 weak-8 strong --output docs/scaling.md", cards=2),
+    Part(
+        "scaling-1b", 300, "scripts/bench/parallel.py --rows fsdp-1b ddp-1b pipeline-1b --output docs/scaling.md",
+        cards=2,
+    ),
+    Part("scaling-checks", 260, "scripts/bench/parallel.py --checks --output docs/scaling.md", cards=2),
     # The step against its peers, and whether a run reaches it.
     Part("peers-4x1024", 90, "scripts/bench/peers.py --case 102m-4x1024"),
     Part("peers-64x1024", 120, "scripts/bench/peers.py --case 102m-64x1024"),
-    Part("peers-1b", 150, "scripts/bench/peers.py --case 1b-16x2048"),
-    Part("peers-361m", 120, "scripts/bench/peers.py --case 361m-32x1024"),
-    Part("peers-accumulation", 120, "scripts/bench/peers.py --case 102m-accumulation"),
+    Part("peers-1b", 200, "scripts/bench/peers.py --case 1b-16x2048"),
+    Part("peers-361m", 140, "scripts/bench/peers.py --case 361m-32x1024"),
+    Part(
+        "peers-accumulation", 120, "scripts/bench/peers.py --case 102m-accumulation --case 102m-deterministic",
+    ),
     Part(
         "peers-small", 240,
         "scripts/bench/peers.py --case 102m-1x512 --case 102m-1x1024 --case 102m-4x512 --case 102m-8x512",
@@ -45,7 +63,7 @@ PARTS = [
     Part("step-checks", 200, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md", True),
     Part("train-rate", 110, "scripts/bench/train_rate.py --tokens TOKENS --output docs/train-rate.md", True),
     # Runs that nothing kills.
-    Part("reliability", 120, "scripts/faults/card.py --tokens TOKENS --output docs/data/reliability-card.json", True),
+    Part("reliability", 120, "scripts/faults/card.py --tokens TOKENS --folder /dev/shm --output docs/data/reliability-card.json", True),
     Part("memory-102m", 90, "scripts/bench/memory_limit.py --case 102m --output docs/memory.md"),
     Part("memory-1b", 120, "scripts/bench/memory_limit.py --case 1b --output docs/memory.md"),
     # Ops.
@@ -92,12 +110,15 @@ def gather(folder: Path, before: dict[Path, float]) -> None:
             shutil.copy2(path, place)
 
 
-def run(part: Part, tokens: Path | None, log: Path, left: float) -> tuple[int, float]:
+def run(part: Part, cards: list[str], tokens: Path | None, log: Path, left: float) -> tuple[int, float]:
     """Its exit status, 124 where it was ended, and its seconds."""
     words = part.words.replace("TOKENS", str(tokens)).split()
+    if part.cards > 1:
+        words += ["--ranks", str(part.cards)]
     begin = time.monotonic()
     with log.open("w") as out:
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
         try:
             done = subprocess.run(
                 [sys.executable, *words], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
@@ -109,6 +130,54 @@ def run(part: Part, tokens: Path | None, log: Path, left: float) -> tuple[int, f
     return status, time.monotonic() - begin
 
 
+class Lease:
+    """The parts that are still to run, the time for them, and what was said of those before."""
+
+    def __init__(self, args: argparse.Namespace, parts: list[Part], folder: Path) -> None:
+        self.args, self.waiting, self.folder = args, parts, folder
+        self.end, self.before = time.monotonic() + args.seconds, docs_now()
+        self.running: list[Part] = []
+        self.changed = threading.Condition()
+        self.failed = False
+
+    def tell(self, part: Part, text: str) -> None:
+        print(f"{part.name}: {text}", flush=True)
+
+    def next_part(self) -> Part | None:
+        """The first that may run now; waits where all that are left share their page with one that runs."""
+        with self.changed:
+            while self.waiting:
+                pages = {part.writes for part in self.running}
+                part = next((part for part in self.waiting if part.writes not in pages), None)
+                if part is None:
+                    self.changed.wait()
+                    continue
+                self.waiting.remove(part)
+                left = self.end - time.monotonic()
+                if part.needs_tokens and self.args.tokens is None:
+                    self.tell(part, "left out: give --tokens")
+                elif left < part.seconds:
+                    self.tell(part, f"left out: should take {part.seconds} s, {max(left, 0):.0f} s are left")
+                else:
+                    self.running.append(part)
+                    return part
+        return None
+
+    def use(self, cards: list[str]) -> None:
+        """Runs parts on these cards until none is left."""
+        while part := self.next_part():
+            log = self.folder / f"{part.name}.log"
+            status, seconds = run(part, cards, self.args.tokens, log, self.end - time.monotonic())
+            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
+            with self.changed:
+                self.running.remove(part)
+                self.failed |= status != 0
+                self.tell(part, f"{'ok' if status == 0 else f'EXIT {status}'}, {seconds:.0f} s: {last}")
+                if self.args.gather:
+                    gather(self.folder, self.before)
+                self.changed.notify_all()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
@@ -117,6 +186,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=names, help="a part; may be repeated")
     parser.add_argument("--skip", action="append", choices=names, default=[], help="a part; may be repeated")
     parser.add_argument("--gather", type=Path, help="folder for copies of what changed, and the parts' output")
+    parser.add_argument("--cards", nargs="+", default=[], help="cards to use, as in CUDA_VISIBLE_DEVICES; default: all")
     parser.add_argument("--list", action="store_true", help="say the parts and what they should take")
     args = parser.parse_args()
     asked = [part for part in PARTS if part.name in (args.only or names) and part.name not in args.skip]
@@ -126,22 +196,20 @@ def main() -> int:
         return 0
     folder = args.gather or ROOT / "runs" / "card"
     folder.mkdir(parents=True, exist_ok=True)
-    end, before, told = time.monotonic() + args.seconds, docs_now(), []
+    several = [part for part in asked if 1 < part.cards <= len(args.cards)]
     for part in asked:
-        left = end - time.monotonic()
-        if part.needs_tokens and args.tokens is None:
-            told.append((part.name, "left out: give --tokens"))
-        elif left < part.seconds:
-            told.append((part.name, f"left out: should take {part.seconds} s, {max(left, 0):.0f} s are left"))
-        else:
-            log = folder / f"{part.name}.log"
-            status, seconds = run(part, args.tokens, log, left)
-            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
-            told.append((part.name, f"{'ok' if status == 0 else f'EXIT {status}'}, {seconds:.0f} s: {last}"))
-            if args.gather:
-                gather(folder, before)
-        print(*told[-1], sep=": ", flush=True)
-    return int(any(text.startswith("EXIT") for _, text in told))
+        if part.cards > max(1, len(args.cards)) and args.only:
+            parser.error(f"{part.name} needs --cards with {part.cards} cards")
+    lease = Lease(args, several, folder)
+    lease.use(args.cards)
+    lease.waiting = [part for part in asked if part.cards == 1]
+    users = [threading.Thread(target=lease.use, args=([card],)) for card in args.cards[1:]]
+    for user in users:
+        user.start()
+    lease.use(args.cards[:1])
+    for user in users:
+        user.join()
+    return int(lease.failed)
 
 
 if __name__ == "__main__":

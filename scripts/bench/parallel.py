@@ -210,7 +210,8 @@ def time_row(row: Row, world: World, device: torch.device, timing: TimingConfig)
             steps.step.add_up = arms[arm]
             taken[arm].append(seconds(count))
     steps.step.add_up = together
-    single = [seconds(1) for _ in range(4 * timing.bursts)]
+    # What a step scatters by is asked of several ranks only: a large step alone takes seconds.
+    single = [] if world.alone else [seconds(1) for _ in range(4 * timing.bursts)]
     return {"shape": asdict(shape), "ranks": world.size, "steps": count, "step_s": taken, "single_s": single}
 
 

@@ -1,7 +1,7 @@
 """One arm of the peers' table, in a process of its own: `python peer_arm.py REQUEST` with REQUEST as JSON.
 
-It builds the model and obeys lines on stdin: `go` takes `steps` steps on the common data and answers with the loss of
-each, `burst` times steps for about `seconds`, `quit` ends it. Every answer is one line of JSON on stdout; whatever
+It builds the model, takes `steps` steps on the common data and answers with the loss of each. Then it obeys lines on
+stdin: `burst` times steps for about `seconds`, `quit` ends it. Every answer is one line of JSON on stdout; whatever
 libraries print goes to stderr. An arm that runs out of memory says {"event": "oom"} and ends.
 """
 
@@ -30,6 +30,7 @@ from llmtrain.model.transformer import Transformer  # noqa: E402
 from llmtrain.training.config import OptimizerConfig  # noqa: E402
 from llmtrain.training.devices import device_name, pick_device  # noqa: E402
 from llmtrain.training.fit import out_of_memory  # noqa: E402
+from llmtrain.training.step import make_deterministic  # noqa: E402
 
 SEED = 0
 ROUNDING = 2.0**-9
@@ -39,7 +40,11 @@ ROUNDING = 2.0**-9
 class Ours:
     """This project's step; the copy starts from weights moved within their bf16 rounding."""
 
-    def __init__(self, shape: Shape, precision: str, device: torch.device, moved: bool) -> None:
+    def __init__(
+        self, shape: Shape, precision: str, device: torch.device, moved: bool = False, deterministic: bool = False
+    ) -> None:
+        if deterministic:
+            make_deterministic()
         self.steps = RandomSteps(shape, TimingConfig(precision=precision), device, SEED)
         if moved:
             flat = self.steps.step.flat
@@ -246,8 +251,9 @@ def transformers_llama(shape: Shape, precision: str, device: torch.device, *, co
 
 TORCHAO_ARM = "plain, compiled, torchao float8"
 ARMS: dict[str, Callable[..., Any]] = {
-    "llmtrain": lambda *a: Ours(*a, moved=False),
+    "llmtrain": Ours,
     "llmtrain (copy)": lambda *a: Ours(*a, moved=True),
+    "llmtrain, deterministic": lambda *a: Ours(*a, deterministic=True),
     "plain": lambda *a: plain(*a, compiled=False, captured=False),
     "plain, compiled": lambda *a: plain(*a, compiled=True, captured=False),
     "plain, compiled, CUDA graphs": lambda *a: plain(*a, compiled=True, captured=True),
@@ -278,16 +284,12 @@ def serve(request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> 
         attention = contextlib.nullcontext()
     with attention:
         step = ARMS[request["arm"]](shape, request["precision"], device)
-        built = time.time()
-        if sys.stdin.readline().strip() != "go":
-            return
-        began = request["spawned"] + (time.time() - built)  # waiting for its turn is not the arm's time
         losses = []
         first_step_s = None
         for _ in range(request["steps"]):
             step()
             losses.append(step.loss())
-            first_step_s = first_step_s or time.time() - began
+            first_step_s = first_step_s or time.time() - request["spawned"]
         count = steps_for(step, request["seconds"], device, warmup=3)
         why = step.steps.step.why_not_captured if isinstance(step, Ours) else None
         skipped = int(step.steps.step.optimizer.skipped) if isinstance(step, Ours) else None

@@ -36,7 +36,7 @@ class Settings:
 
 
 class ArmProcess:
-    """A running peer_arm.py, which builds its model at once."""
+    """A running peer_arm.py, which builds its model and takes its first steps at once."""
 
     def __init__(self, arm: str, shape: Shape, steps: int, settings: Settings) -> None:
         request = {

@@ -95,7 +95,6 @@ def peer_row(shape: Shape, timing: TimingConfig, caches: Path) -> dict[str, Any]
     settings = Settings(timing.seconds, timing.bursts, "cuda" if on_card else "cpu", timing.precision, caches)
     process = ArmProcess(TORCHAO_ARM, shape, 3, settings)
     try:
-        process.tell("go")
         ready = process.answer()
         if ready["event"] == "oom":
             return {"status": "oom", "reason": ready["reason"]}

@@ -62,6 +62,7 @@ class FakeArms:
                 fakes.alive.discard(arm)
 
         self.alive.add(arm)
+        self.log.append(f"{arm}: start")
         return Process()
 
 
@@ -89,7 +90,7 @@ def test_arms_take_turns_and_the_copy_starts_after_its_original(peers, monkeypat
     good = {arm: [GOOD] for arm in ("llmtrain", "llmtrain (copy)", "plain")}
     result, log = run(peers, monkeypatch, good)
     starts, bursts = log[:3], log[3:]
-    assert starts == ["llmtrain: go", "plain: go", "llmtrain (copy): go"]
+    assert starts == ["llmtrain: start", "plain: start", "llmtrain (copy): start"]
     assert [entry.split(":")[0] for entry in bursts[::3]] == ["llmtrain", "llmtrain (copy)", "plain"]
     assert all(len(row["bursts"]) == 3 for row in result["rows"])
     text = peers_markdown({"cases": [result]}, "x.json")
@@ -113,13 +114,30 @@ def test_an_arm_that_never_fits_is_recorded_as_out_of_memory(peers, monkeypatch)
     assert "out of memory" in peers_markdown({"cases": [result]}, "x.json")
 
 
-def test_arms_that_would_not_fit_together_start_one_by_one_while_there_is_room(peers, monkeypatch):
+def test_arms_start_side_by_side_as_far_as_there_is_room(peers, monkeypatch):
+    """With room for two at a time, the third starts when the first is ready; who is ready holds little."""
+    arms = ("llmtrain", "plain, compiled", "transformers, compiled", "plain, compiled, CUDA graphs")
+    entries = [peers.Entry(arm, peers.Shape(peers.TINY, 4, 32)) for arm in arms]
+    two = sum(map(peers.expected_bytes, entries[1:3]))
+    result, log = run(peers, monkeypatch, {arm: [GOOD] for arm in arms}, free=1.01 * two, arms=arms)
+    assert [line for line in log if line.endswith("start")] == [f"{arm}: start" for arm in arms]
+    assert [row["started_beside"] for row in result["rows"]] == [1, 1, 1, 1]
+
+
+def test_an_arm_starts_after_the_one_whose_caches_it_finds(peers, monkeypatch):
+    arms = ("llmtrain", "plain, compiled, CUDA graphs", "plain, compiled", "transformers")
+    _, log = run(peers, monkeypatch, {arm: [GOOD] for arm in arms}, arms=arms)
+    starts = [line.removesuffix(": start") for line in log if line.endswith("start")]
+    assert starts == ["llmtrain", "plain, compiled", "transformers", "plain, compiled, CUDA graphs"]
+
+
+def test_an_arm_that_would_not_fit_beside_the_others_waits_for_another_group(peers, monkeypatch):
     answers = {arm: [GOOD] for arm in ("llmtrain", "llmtrain (copy)", "plain")}
     one = peers.expected_bytes(peers.Entry("plain", peers.Shape(peers.TINY, 4, 32)))
-    # asked: whether all fit, before the copy, before plain; then for the second group whether both fit
-    room = iter([2 * one, 1.5 * one, 0.5 * one, 1.5 * one, 1.2 * one])
+    # asked: before plain beside ours, before the copy and plain with ours ready; in the second group before plain
+    room = iter([0.5 * one, 1.5 * one, 0.5 * one, 0.5 * one, 9 * one])
     result, log = run(peers, monkeypatch, answers, free=lambda: next(room))
-    assert log[:2] == ["llmtrain: go", "llmtrain (copy): go"]
+    assert log[:2] == ["llmtrain: start", "llmtrain (copy): start"]
     assert [row["group"] for row in result["rows"]] == [0, 1, 0, 1]
 
 
@@ -134,7 +152,6 @@ def test_an_arm_that_is_not_installed_is_said_to(peers, monkeypatch):
 def test_an_arm_that_breaks_leaves_its_last_words(peers, tmp_path):
     settings = peers.Settings(1, 2, "cpu", "fp32", tmp_path)
     process = peers.ArmProcess("no such arm", peers.Shape(peers.TINY, 1, 8), 1, settings)
-    process.tell("go")
     with pytest.raises(peers.ArmEnded, match="exit code 1: KeyError: 'no such arm'"):
         process.answer()
 
