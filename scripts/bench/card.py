@@ -63,7 +63,10 @@ PARTS = [
     Part("step-checks", 200, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md", True),
     Part("train-rate", 110, "scripts/bench/train_rate.py --tokens TOKENS --output docs/train-rate.md", True),
     # Runs that nothing kills.
-    Part("reliability", 120, "scripts/faults/card.py --tokens TOKENS --folder /dev/shm --output docs/data/reliability-card.json", True),
+    Part(
+        "reliability", 120,
+        "scripts/faults/card.py --tokens TOKENS --folder /dev/shm --output docs/data/reliability-card.json", True,
+    ),
     Part("memory-102m", 90, "scripts/bench/memory_limit.py --case 102m --output docs/memory.md"),
     Part("memory-1b", 120, "scripts/bench/memory_limit.py --case 1b --output docs/memory.md"),
     # Ops.
