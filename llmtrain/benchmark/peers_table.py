@@ -23,8 +23,8 @@ LEGEND = (
     "card. First step counts from the start of the process, with the most arms that were starting beside it; compile "
     "caches are empty at the start of a run; the copy finds what llmtrain left, the arm with CUDA graphs what the one "
     "without did. Loss is that after the stated number of steps on the same data from the same weights, those of the "
-    "copy moved within half a bf16 ulp. Differs by is the largest difference from llmtrain's loss in any of those steps, "
-    "and `!` marks one beyond three times the copy's. There is no TensorFlow/XLA arm."
+    "copy moved within half a bf16 ulp. Differs by is the largest difference from llmtrain's loss in any of those "
+    "steps, and `!` marks one beyond three times the copy's. There is no TensorFlow/XLA arm."
 )
 
 
