@@ -148,7 +148,7 @@ def op_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def ceilings_line(ceilings: dict[str, float]) -> str:
     return (
-        f"Ceilings of the same run: a copy {figure(ceilings['bytes_per_s'], '.3g', 1e-12)} TB/s, "
+        f"Ceilings of the same run: one read and one write at {figure(ceilings['bytes_per_s'], '.3g', 1e-12)} TB/s, "
         f"a square matrix product {figure(ceilings['flops'], '.4g', 1e-12)} TFLOP/s."
     )
 

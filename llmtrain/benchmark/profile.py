@@ -164,10 +164,12 @@ def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
         # Ranges that mark regions of the program lie on the device's time line too, and are no kernels.
         taken = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
         calls = [(e.name, e.time_range.elapsed_us() / 1e3) for e in taken]
-        busy = covered((e.time_range.start, e.time_range.end) for e in taken) / 1e3 / PROFILED_STEPS
+        times = [(e.time_range.start, e.time_range.end) for e in taken]
+        busy = covered(times) / 1e3 / PROFILED_STEPS
+        span = (max(end for _, end in times) - min(start for start, _ in times)) / 1e3 / PROFILED_STEPS
     else:
         calls = [(e.name, e.self_cpu_time_total / 1e3) for e in events]
-        busy = sum(ms for _, ms in calls) / PROFILED_STEPS
+        busy = span = sum(ms for _, ms in calls) / PROFILED_STEPS
     kernels = by_name(calls, PROFILED_STEPS)
     figures = model_figures(shape, timing.checkpoint_activations)
     wall_ms = plain.wall_s / plain.steps * 1e3
@@ -181,6 +183,7 @@ def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
         "ceilings": ceilings,
         "wall_ms": wall_ms,
         "busy_ms": busy,
+        "span_ms": span,
         "tok_per_s": tok_per_s,
         "not_captured": steps.step.why_not_captured,
         "copies": {

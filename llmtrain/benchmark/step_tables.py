@@ -88,17 +88,19 @@ def profile_markdown(data: dict[str, Any]) -> str:
     if data["device"] == "cpu":
         taken = f"Below is the self time of its ops under the profiler, {data['busy_ms']:.3f} ms."
     else:
+        idle = data["span_ms"] - data["busy_ms"]
         taken = (
-            f"{data['busy_ms']:.3f} ms of it are kernels, so {data['wall_ms'] - data['busy_ms']:.3f} ms are not. "
-            f"Copies a step: {copies['htod']:g} host to device, {copies['dtoh']:g} device to host, {copies['dtod']:g} "
-            f"on the device; the host waits {data['waits']:g} times."
+            f"Under the profiler, whose few steps leave the card cooler and its clock higher, kernels ran "
+            f"{data['busy_ms']:.3f} ms a step and {idle:.3f} ms passed between them. Copies a step: {copies['htod']:g} "
+            f"host to device, {copies['dtoh']:g} device to host, {copies['dtod']:g} on the device; the host waits "
+            f"{data['waits']:g} times."
         )
     lines = [
         *title(data, "A training step by kernel"),
         f"A step takes {data['wall_ms']:.3f} ms without the profiler ({data['tok_per_s']:,.0f} tok/s, MFU "
         f"{percent(data['mfu'])}). {taken}",
         "",
-        f"Ceilings of the same run: {ceilings['bytes_per_s'] / 1e12:.3g} TB/s (device copy, read + write), "
+        f"Ceilings of the same run: {ceilings['bytes_per_s'] / 1e12:.3g} TB/s (one read and one write), "
         f"{ceilings['flops'] / 1e12:.3g} TFLOP/s (matrix product). The floor of a part is its least FLOPs or bytes "
         "at these.",
         "",

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def gather(folder: Path, before: dict[Path, float]) -> None:
             shutil.copy2(path, place)
 
 
-def run(part: Part, cards: list[str], tokens: Path | None, log: Path, left: float) -> tuple[int, float]:
+def run(part: Part, tokens: Path | None, log: Path, left: float, cards: Sequence[str] = ()) -> tuple[int, float]:
     """Its exit status, 124 where it was ended, and its seconds."""
     words = part.words.replace("TOKENS", str(tokens)).split()
     if part.cards > 1:
@@ -172,7 +173,7 @@ class Lease:
         """Runs parts on these cards until none is left."""
         while part := self.next_part():
             log = self.folder / f"{part.name}.log"
-            status, seconds = run(part, cards, self.args.tokens, log, self.end - time.monotonic())
+            status, seconds = run(part, self.args.tokens, log, self.end - time.monotonic(), cards)
             last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
             with self.changed:
                 self.running.remove(part)

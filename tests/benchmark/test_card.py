@@ -51,3 +51,25 @@ def test_a_part_that_hangs_is_ended(card, tmp_path, monkeypatch):
     monkeypatch.setattr(card, "ROOT", tmp_path)
     (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
     assert card.run(card.Part("hangs", 1, "hangs.py"), None, tmp_path / "log", 0.5)[0] == 124
+
+
+def test_two_cards_work_side_by_side_but_not_on_one_page(card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in "abc":
+        (tmp_path / f"{name}.py").write_text(
+            "import os, sys, time\n"
+            "log = open('log', 'a', 1)\n"
+            "what = ' '.join([os.path.basename(sys.argv[0]), *sys.argv[1:], 'on', os.environ['CUDA_VISIBLE_DEVICES']])\n"
+            "print('begin', what, file=log); time.sleep(0.5); print('end', what, file=log); print(what)"
+        )
+    parts = [("a1", "a.py --of 1", 1), ("a2", "a.py --of 2", 1), ("b", "b.py", 1), ("both", "c.py", 2)]
+    monkeypatch.setattr(card, "PARTS", [card.Part(name, 9, words, cards=n) for name, words, n in parts])
+    monkeypatch.setattr(sys, "argv", ["card.py", "--cards", "0", "1", "--gather", str(tmp_path / "out")])
+    assert card.main() == 0
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log[:2] == ["begin c.py --ranks 2 on 0,1", "end c.py --ranks 2 on 0,1"]
+    assert {line.split(" on ")[0] for line in log[2:4]} == {"begin a.py --of 1", "begin b.py"}  # at once
+    assert {line.split(" on ")[1] for line in log[2:4]} == {"0", "1"}
+    a = [line.split(" on ")[0] for line in log if "a.py" in line]
+    assert a == ["begin a.py --of 1", "end a.py --of 1", "begin a.py --of 2", "end a.py --of 2"]
