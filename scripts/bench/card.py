@@ -36,18 +36,19 @@ class Part:
 
     @property
     def writes(self) -> str:
-        """Parts of one script share its page."""
-        return self.words.split(" --")[0]
+        """What only one part at a time may write: a script's page. Peers write theirs under a lock."""
+        script = self.words.split(" --")[0]
+        return self.name if script.endswith("/peers.py") else script
 
 
 PARTS = [
     # Several cards.
-    Part("scaling", 200, "scripts/bench/parallel.py --rows weak-1 weak-8 strong --output docs/scaling.md", cards=2),
+    Part("scaling", 150, "scripts/bench/parallel.py --rows weak-1 weak-8 strong --output docs/scaling.md", cards=2),
     Part(
-        "scaling-1b", 300, "scripts/bench/parallel.py --rows fsdp-1b ddp-1b pipeline-1b --output docs/scaling.md",
-        cards=2,
+        "scaling-1b", 200,
+        "scripts/bench/parallel.py --rows fsdp-1b ddp-1b pipeline-1b --bursts 3 --output docs/scaling.md", cards=2,
     ),
-    Part("scaling-checks", 260, "scripts/bench/parallel.py --checks --output docs/scaling.md", cards=2),
+    Part("scaling-checks", 180, "scripts/bench/parallel.py --checks --output docs/scaling.md", cards=2),
     # The step against its peers, and whether a run reaches it.
     Part("peers-4x1024", 90, "scripts/bench/peers.py --case 102m-4x1024"),
     Part("peers-64x1024", 120, "scripts/bench/peers.py --case 102m-64x1024"),
@@ -56,9 +57,9 @@ PARTS = [
     Part(
         "peers-accumulation", 120, "scripts/bench/peers.py --case 102m-accumulation --case 102m-deterministic",
     ),
-    Part(
-        "peers-small", 240,
-        "scripts/bench/peers.py --case 102m-1x512 --case 102m-1x1024 --case 102m-4x512 --case 102m-8x512",
+    *(
+        Part(f"peers-{shape}", 80, f"scripts/bench/peers.py --case 102m-{shape}")
+        for shape in ("1x512", "1x1024", "4x512", "8x512")
     ),
     Part("sweep", 150, "-m llmtrain sweep --output docs/baseline.md"),
     Part("step-checks", 200, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md", True),

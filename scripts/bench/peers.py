@@ -9,7 +9,9 @@ before stay in the JSON, each with the machine it was taken on.
 """
 
 import argparse
+import fcntl
 import math
+import os
 import sys
 import tempfile
 import time
@@ -234,6 +236,21 @@ def run_case(case: Case, settings: Settings) -> dict[str, Any]:
     return {"name": case.name, "steps": case.steps, "machine": machine, "rows": rows}
 
 
+def add_case(output: Path, result: dict[str, Any]) -> None:
+    """Writes the page with one more case, or with this one anew; another process may be adding one of its own."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(output.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        data = read_data(output) or {"kind": "peers", "cases": []}
+        cases = [old for old in data["cases"] if old["name"] != result["name"]] + [result]
+        order = {case.name: place for place, case in enumerate(CASES)}
+        data["cases"] = sorted(cases, key=lambda case: order.get(case["name"], len(order)))
+        write_page(output, data, peers_markdown)
+    finally:
+        os.close(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
@@ -251,7 +268,6 @@ def main() -> None:
     if options.arm:
         keep = {OURS, *options.arm}
         chosen = [Case(c.name, tuple(e for e in c.entries if e.arm in keep), c.steps) for c in chosen]
-    data = read_data(options.output) or {"kind": "peers", "cases": []}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peers-caches-") as caches:
         settings = Settings(
@@ -266,8 +282,7 @@ def main() -> None:
                 print(f"{case.name}: not started, {options.budget:g} s are over", flush=True)
                 continue
             result = run_case(case, settings) | {"seconds": settings.seconds, "precision": settings.precision}
-            data["cases"] = [old for old in data["cases"] if old["name"] != case.name] + [result]
-            write_page(options.output, data, peers_markdown)
+            add_case(options.output, result)
             print(f"{case.name}: {time.monotonic() - begin:.0f} s since the start", flush=True)
     print(options.output.read_text())
 

@@ -60,7 +60,8 @@ def test_two_cards_work_side_by_side_but_not_on_one_page(card, tmp_path, monkeyp
         (tmp_path / f"{name}.py").write_text(
             "import os, sys, time\n"
             "log = open('log', 'a', 1)\n"
-            "what = ' '.join([os.path.basename(sys.argv[0]), *sys.argv[1:], 'on', os.environ['CUDA_VISIBLE_DEVICES']])\n"
+            "words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]\n"
+            "what = ' '.join([*words, 'on', os.environ['CUDA_VISIBLE_DEVICES']])\n"
             "print('begin', what, file=log); time.sleep(0.5); print('end', what, file=log); print(what)"
         )
     parts = [("a1", "a.py --of 1", 1), ("a2", "a.py --of 2", 1), ("b", "b.py", 1), ("both", "c.py", 2)]
