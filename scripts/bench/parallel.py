@@ -441,6 +441,7 @@ def main() -> None:
     if args.output and data["rows"]:
         write_table(args.output, data, markdown(data, f"data/{data_path(args.output).name}"))
     elif args.output:  # checks alone make no page yet
+        data_path(args.output).parent.mkdir(parents=True, exist_ok=True)
         write_json(data_path(args.output), data)
     sys.exit(0 if holds else 1)
 
