@@ -1,5 +1,6 @@
 """docs/peers.md out of the JSON that scripts/bench/peers.py wrote."""
 
+import itertools
 from typing import Any
 
 from llmtrain.benchmark.config import Shape, shape_from
@@ -24,7 +25,8 @@ LEGEND = (
     "caches are empty at the start of a run; the copy finds what llmtrain left, the arm with CUDA graphs what the one "
     "without did. Loss is that after the stated number of steps on the same data from the same weights, those of the "
     "copy moved within half a bf16 ulp. Differs by is the largest difference from llmtrain's loss in any of those "
-    "steps, and `!` marks one beyond three times the copy's. There is no TensorFlow/XLA arm."
+    "steps (of a second llmtrain, from the first's), and `!` marks one beyond three times what replicates (the "
+    "copy, a second llmtrain) differ by. There is no TensorFlow/XLA arm."
 )
 
 
@@ -53,7 +55,9 @@ class CaseView:
         copies = [row for row in self.timed if row["arm"].endswith(COPY) and row["group"] in self.measures]
         pairs = [(self.measures[c["group"]], c) for c in copies if self.measures[c["group"]]["shape"] == c["shape"]]
         self.floor = noise_floor((seconds_per_token(a), seconds_per_token(b)) for a, b in pairs) if pairs else None
-        self.scatter = max((largest_difference(c, a) or 0.0 for a, c in pairs), default=None)
+        # The measure once more, of another group, is a replicate too, and from the very same weights.
+        replicates = [*pairs, *itertools.combinations(self.measures.values(), 2)] if pairs else []
+        self.scatter = max((largest_difference(b, a) or 0.0 for a, b in replicates), default=None)
 
     def share(self, row: dict[str, Any]) -> str:
         measure = self.measures.get(row["group"])
@@ -65,7 +69,10 @@ class CaseView:
         return str(compare(ours, theirs, self.floor))
 
     def difference(self, row: dict[str, Any]) -> str:
-        measure = self.measures.get(row["group"]) or next(iter(self.measures.values()), None)
+        first = next(iter(self.measures.values()), None)
+        measure = self.measures.get(row["group"], first)
+        if measure is row:
+            measure = first
         if measure is None or measure is row or (largest := largest_difference(row, measure)) is None:
             return ""
         beyond = self.scatter is not None and largest > 3 * self.scatter

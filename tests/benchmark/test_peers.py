@@ -193,3 +193,19 @@ def test_losses_are_held_against_the_copys_scatter_on_equal_data_only():
         )
     )
     assert [view.difference(row) for row in view.case["rows"]] == ["", "1.0e-03", "2.0e-03", "1.0e-02!", ""]
+
+
+def test_the_measure_in_another_group_is_a_replicate_too():
+    view = CaseView(
+        case_of(
+            {"arm": "llmtrain", "bursts": bursts(1, 1)},
+            {"arm": "llmtrain", "bursts": bursts(1, 1), "group": 1, "losses": [2.0, 1.02]},
+            {"arm": "llmtrain (copy)", "bursts": bursts(1, 1), "losses": [2.0, 1.001]},
+            {"arm": "near", "bursts": bursts(1, 1), "losses": [2.0, 1.05]},
+            {"arm": "far", "bursts": bursts(1, 1), "losses": [2.0, 1.07]},
+            {"arm": "of the other group", "bursts": bursts(1, 1), "group": 1, "losses": [2.0, 1.02]},
+        )
+    )
+    assert view.scatter == pytest.approx(0.02)
+    found = [view.difference(row) for row in view.case["rows"]]
+    assert found == ["", "2.0e-02", "1.0e-03", "5.0e-02", "7.0e-02!", "0.0e+00"]
