@@ -19,6 +19,9 @@ IDLE_MEMORY_MIB = 1024
 BUSY_SHARE = 0.10
 """A card or a CPU busier than this before a run counts as contended."""
 
+SETTLE_SECONDS = 1.5
+"""After which the share of a card's last second knows nothing of what ended before."""
+
 CARD_FIELDS = (
     "name", "uuid", "driver_version", "memory.total", "memory.used", "utilization.gpu", "temperature.gpu",
     "power.limit", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem",
@@ -75,6 +78,16 @@ def card_state(ours: Iterable[int] = ()) -> dict | None:
         },
         "processes": others,
     }
+
+
+def card_before_a_run() -> dict | None:
+    """`card_state`, asked again a little later where the card alone says that it is busy: its share is that of the last
+    second, in which the run before ours may have ended."""
+    card = card_state()
+    if card is not None and not card["processes"] and (card["utilization"] or 0) > 100 * BUSY_SHARE:
+        time.sleep(SETTLE_SECONDS)
+        card = card_state()
+    return card
 
 
 def cpu_count() -> int:
@@ -145,7 +158,7 @@ def describe(on_card: bool) -> dict:
     """The machine and its state, before a benchmark starts: what every table's JSON carries under "machine"."""
     from llmtrain.training.devices import cpu_name
 
-    card = card_state() if on_card else None
+    card = card_before_a_run() if on_card else None
     busy = cpu_busy_share()
     return {
         "card": card,

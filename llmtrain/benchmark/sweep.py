@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.benchmark.config import SweepConfig, SweepRow, TimingConfig
-from llmtrain.benchmark.machine import card_state, contention, cpu_busy_share, describe
+from llmtrain.benchmark.machine import card_before_a_run, contention, cpu_busy_share, describe
 from llmtrain.benchmark.step import model_figures
 
 LAST_LINES = 3
@@ -58,7 +58,7 @@ def run_sweep(
     }
 
     def taken(row: SweepRow) -> dict[str, Any]:
-        card = card_state() if on_card else None
+        card = card_before_a_run() if on_card else None
         before = contention(card, None if on_card else cpu_busy_share())
         result = run_row(row, timing, sweep.row_timeout)
         held_mib = card["memory_used_mib"] if card else None

@@ -33,7 +33,7 @@ from peer_process import ArmEnded, ArmProcess, Settings  # noqa: E402
 from precision_page import NARROW, TORCHAO, WIDE, best, draw, page, read  # noqa: E402
 
 from llmtrain.benchmark.config import Shape, SweepRow, TimingConfig  # noqa: E402
-from llmtrain.benchmark.machine import card_state, contention, describe  # noqa: E402
+from llmtrain.benchmark.machine import card_before_a_run, card_state, contention, describe  # noqa: E402
 from llmtrain.benchmark.step import GIB, model_figures, throughput  # noqa: E402
 from llmtrain.benchmark.sweep import run_row  # noqa: E402
 from llmtrain.benchmark.tables import data_path, figure, write_table  # noqa: E402
@@ -126,7 +126,7 @@ def lacks(shape: Shape, arm: Arm, timing: TimingConfig) -> str | None:
 
 
 def measure(name: str, arm: Arm, shape: Shape, timing: TimingConfig, caches: Path) -> dict[str, Any]:
-    busy = contention(card_state()) if torch.cuda.is_available() else []
+    busy = contention(card_before_a_run()) if torch.cuda.is_available() else []
     timing = dataclasses.replace(timing, precision=arm.precision, fp8_scaling=arm.fp8_scaling)
     if why := lacks(shape, arm, timing):
         row: dict[str, Any] = {"status": "oom", "reason": why}

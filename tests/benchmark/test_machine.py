@@ -54,6 +54,15 @@ def test_a_busy_card_and_a_busy_cpu_are_contention(smi):
     assert machine.contention(None, cpu_busy=0.01) == []
 
 
+def test_a_card_that_is_busy_with_what_just_ended_is_not_contended(smi, monkeypatch):
+    smi(busy=90)
+    monkeypatch.setattr(machine.time, "sleep", lambda _: smi(busy=0))
+    assert machine.describe(on_card=True)["contended"] == []
+    smi(busy=90)
+    monkeypatch.setattr(machine.time, "sleep", lambda _: None)
+    assert machine.describe(on_card=True)["contended"] == ["card 90% busy"]
+
+
 def test_without_a_card_the_machine_is_still_described(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.card_state() is None

@@ -152,7 +152,7 @@ def test_a_contended_or_scattered_row_is_marked(results):
 
 def test_memory_that_others_held_before_a_row_is_not_the_rows(results, monkeypatch):
     card = {"memory_used_mib": 1024.0, "processes": [], "utilization": 0}
-    monkeypatch.setattr(sweep, "card_state", lambda: card)
+    monkeypatch.setattr(sweep, "card_before_a_run", lambda: card)
     monkeypatch.setattr(sweep, "run_row", lambda *_: dict(MEASURED))
     data = sweep.run_sweep([SweepRow("a", SHAPE)], SweepConfig(replicate=False), TIMING, True, lambda _: None)
     assert data["rows"][0]["device_peak_gib"] == 2.0
