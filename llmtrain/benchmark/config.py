@@ -1,6 +1,6 @@
 """What `sweep` and `bench` can be told. Imports no torch: the command line reads it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from llmtrain.model.config import CheckpointActivations, ModelConfig
@@ -48,6 +48,15 @@ class TimingConfig:
         check_fp8_scaling(self)
         if self.bursts < 2:
             raise ValueError(f"bursts must be 2 or more to show a spread, not {self.bursts}")
+
+
+@dataclass(frozen=True)
+class BatchesConfig:
+    """What a training step is fed."""
+
+    tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH[:WEIGHT|:TOKENS]"})
+    """Token file whose first samples it takes, as `train` would read them; repeat it to mix several. Random tokens
+    where none is named."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
-"""Random tokens for benchmarks: never zeros, skewed as text is, the same for everyone with the same seed."""
+"""Tokens for benchmarks: of a corpus, or random ones, which are never zeros, skewed as text is, and the same for
+everyone with the same seed."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from llmtrain.corpus.batches import assemble
+from llmtrain.corpus.order import SampleOrder
+from llmtrain.training.run_corpus import corpus_identity
 
 
 def skewed_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -29,3 +36,19 @@ def random_batches(
     """`count` micro-batches (ids, targets), each (B, T) int64 on `device`, targets the ids one place on."""
     windows = skewed_tokens(vocab_size, (count, batch_size, seq_len + 1), seed)
     return [(w[:, :-1].contiguous().to(device), w[:, 1:].contiguous().to(device)) for w in windows]
+
+
+def corpus_batches(
+    order: SampleOrder, count: int, batch_size: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """The first `count` micro-batches that a run reads of `order`, as `random_batches` has them; a target that does not
+    count in the loss is ignored. Raises BadData for an id beyond the vocabulary."""
+    samples = np.arange(count * batch_size).reshape(count, batch_size)
+    batches = (assemble(order, numbers) for numbers in samples)
+    return [(batch.ids.to(device), batch.targets.to(device)) for batch in batches]
+
+
+def corpus_read(order: SampleOrder) -> list[dict[str, Any]]:
+    """Each token file that batches come from: its name, and what tells its content from another's."""
+    identities = corpus_identity(list(order.sources))
+    return [{"file": source.file.path.name, **of} for source, of in zip(order.sources, identities, strict=True)]

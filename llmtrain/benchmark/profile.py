@@ -11,8 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from llmtrain.benchmark.ceilings import measure_ceilings
 from llmtrain.benchmark.config import Shape, TimingConfig
-from llmtrain.benchmark.step import RandomSteps, model_figures, throughput
+from llmtrain.benchmark.step import TimedSteps, model_figures, throughput
 from llmtrain.benchmark.timing import burst, steps_for
+from llmtrain.corpus.order import SampleOrder
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import attention_flops, parameter_counts
 from llmtrain.training.devices import pick_device
@@ -145,12 +146,13 @@ def by_part(kernels: list[dict[str, Any]], work: dict[str, Needed], ceilings: di
     return rows
 
 
-def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
-    """One step by kernel (on a CPU by op, self time), beside the same step's time without the profiler."""
+def profile_step(shape: Shape, timing: TimingConfig, order: SampleOrder | None = None) -> dict[str, Any]:
+    """One step by kernel (on a CPU by op, self time), beside the same step's time without the profiler. `order`: as of
+    `TimedSteps`."""
     device = pick_device(timing.device)
     on_card = device.type == "cuda"
     ceilings = measure_ceilings(device).as_dict()
-    steps = RandomSteps(shape, timing, device)
+    steps = TimedSteps(shape, timing, device, order=order)
     count = steps_for(steps, timing.seconds, device, warmup=timing.warmup)
     plain = burst(steps, count, device)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_card else [ProfilerActivity.CPU]
@@ -177,6 +179,7 @@ def profile_step(shape: Shape, timing: TimingConfig) -> dict[str, Any]:
     return {
         "kind": "profile",
         "shape": asdict(shape),
+        **steps.read,
         "device": str(device),
         "precision": timing.precision,
         "profiled_steps": PROFILED_STEPS,

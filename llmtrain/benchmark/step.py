@@ -1,4 +1,5 @@
-"""A whole training step as `train` runs it, on random tokens: what `sweep`, `bench step` and the peers' table time."""
+"""A whole training step as `train` runs it, its batches on the device: what `sweep`, `bench step` and the peers' table
+time."""
 
 import resource
 import sys
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 
 from llmtrain.benchmark.config import Shape, TimingConfig
-from llmtrain.benchmark.data import random_batches
+from llmtrain.benchmark.data import corpus_batches, corpus_read, random_batches
 from llmtrain.benchmark.statistics import Times
 from llmtrain.benchmark.timing import burst, steps_for
+from llmtrain.corpus.order import SampleOrder
 from llmtrain.kernels import choice
 from llmtrain.model.config import CheckpointActivations
 from llmtrain.model.flops import (
@@ -42,13 +44,14 @@ def distinct_steps(accumulate: int) -> int:
     return max(4, min(64, DISTINCT_BATCHES // accumulate))
 
 
-class RandomSteps:
+class TimedSteps:
     """A TrainStep and batches for it; a call is one step, and does not wait for the device."""
 
     def __init__(
         self, shape: Shape, timing: TimingConfig, device: torch.device, seed: int = 0,
-        build: Callable[..., TrainStep] = TrainStep.build,
+        build: Callable[..., TrainStep] = TrainStep.build, order: SampleOrder | None = None,
     ) -> None:  # fmt: skip
+        """order: of the samples that the batches hold; None: random tokens."""
         self.shape = shape
         self.attention = timing.attention
         check_precision(timing.precision, timing.fp8_scaling, shape.seq_len, device)
@@ -75,7 +78,12 @@ class RandomSteps:
             checkpoint_activations=timing.checkpoint_activations,
         )
         count = distinct_steps(shape.accumulate) * shape.accumulate
-        self.batches = random_batches(shape.model.vocab_size, count, shape.batch_size, shape.seq_len, device, seed)
+        self.batches = (
+            random_batches(shape.model.vocab_size, count, shape.batch_size, shape.seq_len, device, seed)
+            if order is None
+            else corpus_batches(order, count, shape.batch_size, device)
+        )
+        self.read = {"corpus": corpus_read(order) if order else None, "distinct_batches": count}
         self.taken = 0
 
     def __call__(self) -> None:
@@ -136,14 +144,16 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
     return memory
 
 
-def measure_step(shape: Shape, timing: TimingConfig, tell: Callable[[str], None] | None = None) -> dict[str, Any]:
+def measure_step(
+    shape: Shape, timing: TimingConfig, tell: Callable[[str], None] | None = None, order: SampleOrder | None = None
+) -> dict[str, Any]:
     """Build, warm up and time a training step; raises torch.OutOfMemoryError where it does not fit.
 
-    `tell` gets a line once the first step is done: the others may take minutes.
+    `tell` gets a line once the first step is done: the others may take minutes. `order`: as of `TimedSteps`.
     """
     device = pick_device(timing.device)
     begin = time.perf_counter()
-    steps = RandomSteps(shape, timing, device)
+    steps = TimedSteps(shape, timing, device, order=order)
     steps()
     first_loss = steps.step.metrics()["lm_loss"]
     first_step_s = time.perf_counter() - begin
@@ -159,6 +169,7 @@ def measure_step(shape: Shape, timing: TimingConfig, tell: Callable[[str], None]
     tok_per_s = shape.tokens_per_step / wall.pooled
     return {
         "shape": asdict(shape),
+        **steps.read,
         "device": str(device),
         "precision": timing.precision,
         "fp8_scaling": eight_bit(timing),

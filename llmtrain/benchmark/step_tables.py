@@ -14,12 +14,14 @@ NAME_WIDTH = 90
 def title(data: dict[str, Any], what: str) -> list[str]:
     shape = shape_from(data["shape"])
     m = shape.model
+    files = " and ".join(one["file"] for one in data.get("corpus") or ())
     return [
         f"# {what}",
         "",
         f"d_model {m.d_model}, {m.n_layers} layers, {m.n_heads} heads and {m.n_kv_heads} kv heads of {m.head_dim}, "
         f"{m.feed_forward_words()}, vocabulary {m.vocab_size}: {data['parameters'] / 1e6:.1f}M parameters, "
-        f"{data['active_parameters'] / 1e6:.1f}M active; batch {shape}, "
+        f"{data['active_parameters'] / 1e6:.1f}M active; batch {shape}"
+        f"{f' of {files}' if files else ''}, "
         f"{data['precision']}, on {data['device']}.",
         "",
         headline(data["machine"]),

@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtrain.benchmark.config import Shape, TimingConfig
+from llmtrain.benchmark.config import BatchesConfig, Shape, TimingConfig
 from llmtrain.cli.bench_ops import COMMANDS as OP_COMMANDS
 from llmtrain.cli.bench_ops import example, show
 from llmtrain.cli.options import ConfigCommand, ExampleGroup, build, config_options
@@ -16,7 +16,10 @@ from llmtrain.cli.presets import complete_preset, preset_path
 from llmtrain.cli.train import read_tables
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import UsageError
-from llmtrain.training.config import DataConfig, RunConfig, of_auto
+from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig, of_auto
+
+if TYPE_CHECKING:
+    from llmtrain.corpus.order import SampleOrder
 
 RANDOM_VOCABULARY = 16384
 """Where neither the command line nor the configuration says one: there is no token file to ask."""
@@ -25,7 +28,7 @@ RANDOM_VOCABULARY = 16384
 @click.group(cls=ExampleGroup, invoke_without_command=True, epilog=example("step --config 102m"))
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure a training step on random tokens, or one of its ops."""
+    """Measure a training step, or one of its ops."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -50,7 +53,7 @@ def step_options(function: Callable[..., None]) -> Callable[..., None]:
             "--output", type=click.Path(path_type=Path), metavar="FILE",
             help="Also write the Markdown there, and its JSON to data/ beside it.",
         ),
-        config_options(TimingConfig, ModelConfig),
+        config_options(BatchesConfig, TimingConfig, ModelConfig),
     ]  # fmt: skip
     for option in reversed(options):
         function = option(function)
@@ -59,8 +62,9 @@ def step_options(function: Callable[..., None]) -> Callable[..., None]:
 
 def what_to_run(
     given: dict[str, Any], preset: str, batch_size: int | None, seq_len: int | None, accumulate: int | None
-) -> tuple[Shape, TimingConfig]:
-    """The shape and the method, from the command line over the configuration of a run."""
+) -> "tuple[Shape, TimingConfig, SampleOrder | None]":
+    """The shape, the method and, unless tokens are random, the samples, from the command line over the configuration of
+    a run."""
     path = preset_path(preset)
     tables = read_tables(path)
     model = build(ModelConfig, given, tables["model"], f"{path} [model]")
@@ -72,15 +76,25 @@ def what_to_run(
     seq_len = seq_len or data.seq_len
     batch_size = batch_size or of_auto(run.batch_size)
     accumulate = accumulate or max(1, run.sequences_per_step // batch_size)
-    model = replace(
-        model,
-        vocab_size=model.vocab_size or RANDOM_VOCABULARY,
-        max_seq_len=max(model.max_seq_len, seq_len),
-    )
+    model = replace(model, max_seq_len=max(model.max_seq_len, seq_len))
+    tokens, order = build(BatchesConfig, given).tokens, None
+    if tokens:
+        data = replace(data, tokens=tokens, seq_len=seq_len)
+        model, order = open_corpus(TrainConfig(model, data, OptimizerConfig(), ScheduleConfig(), run))
+    model = replace(model, vocab_size=model.vocab_size or RANDOM_VOCABULARY)
     try:
-        return Shape(model, batch_size, seq_len, accumulate), timing
+        return Shape(model, batch_size, seq_len, accumulate), timing, order
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def open_corpus(config: TrainConfig) -> "tuple[ModelConfig, SampleOrder]":
+    """The model, with the corpus' vocabulary where it names none, and the samples as a run with `config` takes them."""
+    from llmtrain.training.run_corpus import open_sources, order_of_run, resolve
+
+    sources = open_sources(config.data.tokens, config.model.vocab_size, config.data.eos_id)
+    config = resolve(config, sources)
+    return config.model, order_of_run(config, sources)
 
 
 def measured(measure: Callable[..., dict[str, Any]], shape: Shape, timing: TimingConfig) -> dict[str, Any]:
@@ -103,12 +117,12 @@ def measured(measure: Callable[..., dict[str, Any]], shape: Shape, timing: Timin
 @step_options
 def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
     """Tokens per second, MFU and peak memory of a training step."""
-    shape, timing = what_to_run(given, preset, **batch)
+    shape, timing, order = what_to_run(given, preset, **batch)
 
     from llmtrain.benchmark.step import measure_step
     from llmtrain.benchmark.step_tables import step_markdown
 
-    told = functools.partial(measure_step, tell=functools.partial(click.echo, err=True))
+    told = functools.partial(measure_step, tell=functools.partial(click.echo, err=True), order=order)
     data = {"kind": "step"} | measured(told, shape, timing)
     show(data, step_markdown(data), output)
 
@@ -117,10 +131,10 @@ def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int |
 @step_options
 def profile(given: dict[str, Any], preset: str, output: Path | None, **batch: int | None) -> None:
     """A training step by kernel, and by part against its floor."""
-    shape, timing = what_to_run(given, preset, **batch)
+    shape, timing, order = what_to_run(given, preset, **batch)
 
     from llmtrain.benchmark.profile import profile_step
     from llmtrain.benchmark.step_tables import profile_markdown
 
-    data = measured(profile_step, shape, timing)
+    data = measured(functools.partial(profile_step, order=order), shape, timing)
     show(data, profile_markdown(data), output)

@@ -63,7 +63,7 @@ PARTS = [
     ),
     Part("sweep", 150, "-m llmtrain sweep --output docs/baseline.md"),
     Part("step-checks", 200, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md", True),
-    Part("train-rate", 110, "scripts/bench/train_rate.py --tokens TOKENS --output docs/train-rate.md", True),
+    Part("train-rate", 160, "scripts/bench/train_rate.py --tokens TOKENS --output docs/train-rate.md", True),
     Part("profile-102m", 30, "-m llmtrain bench profile --config 102m --output docs/profile-102m.md"),
     Part("profile-1b", 40, "-m llmtrain bench profile --config 1b --accumulate 1 --output docs/profile-1b.md"),
     # Runs that nothing kills.

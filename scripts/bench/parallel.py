@@ -33,7 +33,7 @@ from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.benchmark.data import skewed_tokens
 from llmtrain.benchmark.machine import describe
 from llmtrain.benchmark.scaling_tables import markdown
-from llmtrain.benchmark.step import RandomSteps, model_figures
+from llmtrain.benchmark.step import TimedSteps, model_figures
 from llmtrain.benchmark.tables import data_path, write_table
 from llmtrain.benchmark.timing import burst, steps_for
 from llmtrain.corpus.batches import micro_batches
@@ -194,7 +194,7 @@ def time_row(row: Row, world: World, device: torch.device, timing: TimingConfig)
     """Bursts, of data parallel with the sum over the ranks and without, in turns, and single steps; the time of each is
     that of the slowest rank."""
     shape = row.of_rank(world.size)
-    steps = RandomSteps(shape, timing, device, build=build_on(row, world, device))
+    steps = TimedSteps(shape, timing, device, build=build_on(row, world, device))
     together = steps.step.add_up
     arms = {"apart": None} if world.alone else {"together": together}
     if row.parallel == "ddp":

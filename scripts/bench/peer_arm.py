@@ -23,7 +23,7 @@ from plain_model import PlainLlama  # noqa: E402
 from llmtrain.benchmark.config import Shape, TimingConfig, shape_from  # noqa: E402
 from llmtrain.benchmark.data import random_batches  # noqa: E402
 from llmtrain.benchmark.machine import installed  # noqa: E402
-from llmtrain.benchmark.step import LEARNING_RATE, RandomSteps, distinct_steps, peak_memory  # noqa: E402
+from llmtrain.benchmark.step import LEARNING_RATE, TimedSteps, distinct_steps, peak_memory  # noqa: E402
 from llmtrain.benchmark.timing import burst, steps_for  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
 from llmtrain.model.transformer import Transformer  # noqa: E402
@@ -45,7 +45,7 @@ class Ours:
     ) -> None:
         if deterministic:
             make_deterministic()
-        self.steps = RandomSteps(shape, TimingConfig(precision=precision), device, SEED)
+        self.steps = TimedSteps(shape, TimingConfig(precision=precision), device, SEED)
         if moved:
             flat = self.steps.step.flat
             generator = torch.Generator(device).manual_seed(SEED)

@@ -239,7 +239,7 @@ def main() -> int:
             smoke.write_text(SMOKE)
             names = [str(smoke)]
         for name in names:
-            shape, timing = what_to_run({}, name, None, None, None)
+            shape, timing, _ = what_to_run({}, name, None, None, None)
             timing = dataclasses.replace(timing, seconds=0.4, bursts=3, warmup=3)
             if args.quick:
                 timing = dataclasses.replace(timing, seconds=0.15, bursts=2, warmup=2)

@@ -24,7 +24,7 @@ from models import MODEL_102M, MODEL_SMOKE
 from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.benchmark.data import write_random_tokens
 from llmtrain.benchmark.machine import describe, headline
-from llmtrain.benchmark.step import LEARNING_RATE, RandomSteps
+from llmtrain.benchmark.step import LEARNING_RATE, TimedSteps
 from llmtrain.benchmark.tables import figure, table, write_page
 from llmtrain.model.config import ModelConfig
 from llmtrain.storage.journal import JsonLines
@@ -63,7 +63,7 @@ def same_bits(shape: Shape, folder: Path, hold: bool) -> bool:
     """Whether a snapshot, and its checkpoint, hold what there was before the update that follows at once. hold: the
     update waits for the copy, as it has to."""
     device = pick_device("auto")
-    steps = RandomSteps(shape, TimingConfig(), device)
+    steps = TimedSteps(shape, TimingConfig(), device)
     step = steps.step
     snapshot = Snapshot(step.flat, step.optimizer)
     sources = {name: stretch.buffer for name, stretch in step.optimizer.large.items()}
