@@ -5,10 +5,10 @@
 
 Each takes turns in a process of its own, twice, in an order that rotates: the run, the step on random tokens, and the
 step on the tokens that the run reads. At its power limit a card's time depends on the numbers themselves, so only the
-last does the run's work, but for a learning rate of its own; what it has over the run is the loop's. The training
-figure is the median of a run's log lines, its first left out. Bursts of `bench step` last for seconds, as the run does:
-under load a card's clock falls within the first of them. The corpus may have been tokenized with any vocabulary that
-the model's covers.
+last does the run's work, but for a learning rate of its own; what it has over the run is the loop's. Under load a
+card's clock falls within the first seconds: the figure of a run is the median of its log lines behind WARM_STEPS, that
+of `bench step` the median of its bursts, each of seconds, behind the first. The corpus may have been tokenized with any
+vocabulary that the model's covers.
 """
 
 import argparse
@@ -24,6 +24,10 @@ from llmtrain.benchmark.statistics import rotation
 from llmtrain.benchmark.tables import table, write_page
 from llmtrain.storage.journal import JsonLines
 
+WARM_STEPS = 20
+"""Steps of a run that its figure leaves out."""
+BURSTS = 3
+"""Of `bench step`, the first of which its figure leaves out."""
 KEPT = ("step", "tok_per_s", "step_ms", "data_ms", "card_w", "card_c")
 """Of a run's train lines."""
 
@@ -33,14 +37,14 @@ def run(*arguments: str) -> None:
 
 
 def train_lines(args: argparse.Namespace, folder: Path) -> list[dict]:
-    """What is kept of the train lines of a run, the first left out."""
+    """What is kept of the train lines of a run, but for those of its beginning."""
     run(
         "train", "--config", args.config, "--tokens", args.tokens, "--seq-len", str(args.seq_len),
         "--batch-size", str(args.batch_size), "--accumulate", "1", "--total-steps", str(args.steps),
-        "--log-every", "20", "--checkpoint-every", "1000000", "--run-dir", str(folder / "run"),
+        "--log-every", str(WARM_STEPS), "--checkpoint-every", "1000000", "--run-dir", str(folder / "run"),
     )  # fmt: skip
-    lines = [line for line in JsonLines.read(folder / "run/metrics.jsonl") if line["kind"] == "train"][1:]
-    return [{name: line[name] for name in KEPT if name in line} for line in lines]
+    lines = [line for line in JsonLines.read(folder / "run/metrics.jsonl") if line["kind"] == "train"]
+    return [{name: line[name] for name in KEPT if name in line} for line in lines if line["step"] > WARM_STEPS]
 
 
 def bench_step(args: argparse.Namespace, folder: Path, *more: str) -> dict:
@@ -48,8 +52,8 @@ def bench_step(args: argparse.Namespace, folder: Path, *more: str) -> dict:
     output = folder / "step.md"
     run(
         "bench", "step", "--config", args.config, "--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len),
-        "--accumulate", "1", "--output", str(output), "--seconds", str(args.seconds), "--bursts", "2",
-        *more,
+        "--accumulate", "1", "--output", str(output), "--seconds", str(args.seconds),
+        "--bursts", str(BURSTS), *more,
     )  # fmt: skip
     return json.loads((folder / "data/step.json").read_text())
 
@@ -93,8 +97,8 @@ def main() -> None:
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=6, help="length of a burst of `bench step`")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--seconds", type=float, default=5, help="length of a burst of `bench step`")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -112,7 +116,7 @@ def main() -> None:
                 else:
                     step = bench_step(args, Path(folder), *steps[name])
                     bursts[name].append(step["burst_step_ms"])
-                    rates[name].append(step["tok_per_s"])
+                    rates[name].append(1e3 * step["tokens_per_step"] / statistics.median(bursts[name][-1][1:]))
             print(f"{name}: {rates[name][-1]:,.0f} tok/s", flush=True)
     result = {
         "config": args.config, "batch_size": args.batch_size, "seq_len": args.seq_len, "steps": args.steps,
