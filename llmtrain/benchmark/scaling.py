@@ -78,15 +78,21 @@ def data_parallel_s(compute_s: float, parameters: int, cluster: Cluster) -> floa
     return compute_s + (cluster.sum_s(4 * parameters) if cluster.cards > 1 else 0.0)
 
 
-def fsdp_s(compute_s: float, parameters: int, layers: int, micro_batches: int, cluster: Cluster) -> float:
-    """A step of FSDP: in each micro-batch the weights are gathered twice in two bytes, the gradients scattered once in
-    four, all beside the computation but for one layer's share at each end."""
+def fsdp_s(
+    compute_s: float, parameters: int, layers: int, micro_batches: int, cluster: Cluster,
+    reshard_after_forward: bool = True,
+) -> float:  # fmt: skip
+    """A step of FSDP: in each micro-batch the weights are gathered twice in two bytes, or once a step where they stay,
+    the gradients scattered once in four, all beside the computation but for a layer's gather before and a layer's
+    scatter behind it."""
     n, link = cluster.cards, cluster.slowest()
     if n == 1:
         return compute_s
-    traffic = (n - 1) / n * (2 * 2 + 4) * parameters / link.bytes_per_s + 3 * layers * link.latency_s
-    exchange = micro_batches * traffic
-    return max(compute_s, exchange) + 2 * micro_batches * traffic / (3 * layers)
+    of_byte = (n - 1) / n * parameters / layers / link.bytes_per_s
+    gather, scatter = (link.latency_s + size * of_byte for size in (2, 4))  # of a layer
+    gathers, begins = (2 * micro_batches, micro_batches) if reshard_after_forward else (1, 1)
+    exchange = layers * (gathers * gather + micro_batches * scatter)
+    return max(compute_s, exchange) + begins * gather + micro_batches * scatter
 
 
 def bubble(stages: int, micro_batches: int, schedule: str, chunks: int = 2) -> float:

@@ -30,8 +30,9 @@ CARDS_OF_BOX = 8
 SIZES = (8, 64, 1024)
 BEFORE = {
     "parallel": "ddp", "schedule": "1f1b", "precision": None, "checkpoint_activations": "none", "step_spread": None,
+    "reshard_after_forward": True,
 }  # fmt: skip
-"""What rows lack that were measured before there were others than data parallel."""
+"""What rows lack that were measured before there were others than data parallel, or of FSDP another than this."""
 MICRO_BATCHES = 16
 """Of a step of a pipeline of eight."""
 
@@ -51,7 +52,8 @@ def prediction(row: dict[str, Any], link: Link) -> float:
         return float(row["apart_s"]) + ring(row["ranks"], 4 * row["parameters"], link)
     if row["parallel"] == "fsdp":
         cluster = Cluster(row["ranks"], CARDS_OF_BOX, link, FAR)
-        return fsdp_s(one, row["parameters"], shape.model.n_layers, shape.accumulate, cluster)
+        reshard = row["reshard_after_forward"]
+        return fsdp_s(one, row["parameters"], shape.model.n_layers, shape.accumulate, cluster, reshard)
     width = 4 if row["precision"] == "fp32" else 2
     hop = link.latency_s + hop_bytes(shape.batch_size * shape.seq_len, shape.model.d_model, width) / link.bytes_per_s
     return pipeline_s(one, row["ranks"], shape.accumulate, row["schedule"], dearest_share(shape, row), hop)
@@ -59,8 +61,9 @@ def prediction(row: dict[str, Any], link: Link) -> float:
 
 def words(row: dict[str, Any]) -> str:
     """How a row's ranks share the work."""
-    kind = row["schedule"] if row["parallel"] == "pipeline" else row["parallel"]
-    return f"pipeline, {kind}" if row["parallel"] == "pipeline" else str(kind)
+    if row["parallel"] == "pipeline":
+        return f"pipeline, {row['schedule']}"
+    return str(row["parallel"]) + ", kept" * (not row["reshard_after_forward"])
 
 
 ROW_HEADER = (
@@ -121,7 +124,9 @@ def modelled(rows: list[dict[str, Any]], link: Link) -> list[list[str]]:
             near = Cluster(cards, CARDS_OF_BOX, link, FAR)
             pcie = Cluster(cards, CARDS_OF_BOX, PCIE, FAR)
             shares = [one / data_parallel_s(one, parameters, cluster) for cluster in (near, pcie)]
-            shares.append(one / fsdp_s(one, parameters, shape.model.n_layers, shape.accumulate, near))
+            for reshard in (True, False):
+                taken = fsdp_s(one, parameters, shape.model.n_layers, shape.accumulate, near, reshard)
+                shares.append(one / taken)
             work = MICRO_BATCHES * one / shape.accumulate
             for cluster in (near, pcie):
                 way = cluster.slowest()
@@ -142,7 +147,8 @@ def markdown(data: dict[str, Any], source: str) -> str:
         "**A tiny model over gloo on a CPU: what stands here shows that the script works.**\n" * data["smoke"],
         f"Made by `scripts/bench/parallel.py` from [{source}]({source}). {headline(data['machine'])}", "",
         "With `ddp` each rank has the whole model and its part of every step; between the last micro-batch and the "
-        "update the FP32 gradients are summed over the ranks. With `fsdp` the ranks share the weights too. In a "
+        "update the FP32 gradients are summed over the ranks. With `fsdp` the ranks share the weights too; `kept`: "
+        "what is gathered stays until the update (`--no-reshard-after-forward`). In a "
         "pipeline each has some of the layers and sees all of the step's micro-batches. `times one` compares tokens a "
         "second with one rank's. `floor` is what one rank, measured before and after, differs by.", "",
     ]  # fmt: skip
@@ -165,7 +171,8 @@ def markdown(data: dict[str, Any], source: str) -> str:
         "A step of data parallel is the step of one card and the sum, which hides behind nothing: of S bytes over n "
         "cards of a box it takes 2 (n - 1) (latency + S / n / bandwidth). Between boxes each card sums its share of "
         "the box's result: 2 (b - 1) / b of it over its network, and a tree's latency. FSDP moves, for each "
-        "micro-batch, 8 bytes a parameter beside the computation, so it takes the longer of the two.", "",
+        "micro-batch, 8 bytes a parameter beside the computation, so it takes the longer of the two; where gathered "
+        "weights are kept, 4 for each micro-batch and 2 a step.", "",
         "A pipeline of p ranks takes the dearest rank's share of one card's step, and (p - 1) / m of that longer with "
         "m micro-batches in 1F1B, half of it interleaved by two, a third with zero-bubble. A micro-batch's activations "
         "go to the next stage and their gradient comes back, 2 bytes a number: 1F1B waits for both, the other two "
@@ -178,8 +185,8 @@ def markdown(data: dict[str, Any], source: str) -> str:
     ]  # fmt: skip
     lines += table(
         (
-            "row", "cards", "data parallel", "without NVLink", "FSDP", "pipelines", "pipelines without NVLink",
-            "tok/s of data parallel",
+            "row", "cards", "data parallel", "without NVLink", "FSDP", "FSDP, kept", "pipelines",
+            "pipelines without NVLink", "tok/s of data parallel",
         ),
         modelled(rows, link),
     )  # fmt: skip

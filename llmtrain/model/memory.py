@@ -89,13 +89,17 @@ def matrices_gathered(config: ModelConfig) -> tuple[int, int, int]:
     return counts["root"], max(blocks), counts["vectors"]
 
 
-def gathered_bytes(config: ModelConfig, width: int, root: int | None = None) -> int:
+def gathered_bytes(
+    config: ModelConfig, width: int, reshard_after_forward: bool = True, of_stage: tuple[int, int] | None = None
+) -> int:
     """What a shard holds of the others' weights and gradients at its peak, as `training/sharded.py` has it: operands
-    of the root and two blocks, and gradients in FP32 on their way to where they are added up. root: numbers in the
-    matrices outside of the blocks, where that is a stage's; as many as the whole model has by default. An estimate."""
-    of_model, block, _ = matrices_gathered(config)
-    root = of_model if root is None else root
-    return width * (root + 2 * block) + 4 * root + 4 * max(2 * block, root)
+    of the root and two blocks, or of all blocks without `reshard_after_forward`, and gradients in FP32 on their way to
+    where they are added up. of_stage: numbers in the matrices outside of the blocks and in those of all blocks, where
+    they are a stage's; by default the whole model's. An estimate."""
+    root, block, vectors = matrices_gathered(config)
+    root, blocks = of_stage or (root, parameter_counts(config).total - root - vectors)
+    operands = 2 * block if reshard_after_forward else max(2 * block, blocks)
+    return width * (root + operands) + 4 * root + 4 * max(2 * block, root)
 
 
 def hidden_elements(config: ModelConfig) -> int:
@@ -285,10 +289,12 @@ def training_memory(
     average: bool = False,
     references: bool = False,
     shards: int = 1,
+    reshard_after_forward: bool = True,
 ) -> MemoryPlan:
     """The plan of a micro-batch of batch_size x seq_len tokens; `attention`: the backend that runs; `verify`: with the
     copy of the state from which a step is run again; `average`: with one of the weights;
-    `references`: the other ops run as such rather than as kernels; `shards`: ranks that have the model together."""
+    `references`: the other ops run as such rather than as kernels; `shards`: ranks that have the model together;
+    `reshard_after_forward`: as RunConfig has it."""
     c, n = config, batch_size * seq_len
     d, q = c.d_model, c.n_heads * c.head_dim
     eight_bit, mx = fp8_scaling if precision == "fp8" else None, precision == "mxfp8"
@@ -308,7 +314,7 @@ def training_memory(
         "gradients": _of_shard(c, 4 * parameters, shards),
         **state,
         "operands": operands if shards == 1 else 0,
-        **({"gathered": gathered_bytes(c, width)} if shards > 1 else {}),
+        **({"gathered": gathered_bytes(c, width, reshard_after_forward)} if shards > 1 else {}),
         "copy to verify": saved if verify else 0,
         "batch and tables": (2 * 8 + 4 * document_mask) * n + 4 * c.max_seq_len * c.head_dim,
         "workspace": CUBLAS_WORKSPACE if device.type == "cuda" else 0,

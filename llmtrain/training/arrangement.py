@@ -18,6 +18,8 @@ class Arrangement:
     """"" of a process alone, else ddp, fsdp or pipeline."""
     grid: Grid
     why: str
+    gathers_once: bool = False
+    """Whether weights that are shared out are gathered once a step."""
 
     def line(self) -> str:
         """Of the plan."""
@@ -25,10 +27,11 @@ class Arrangement:
         if self.mode == "ddp":
             return f"ddp, {grid.copies} ranks with the whole model each: {self.why}"
         copies = f", {grid.copies} such copies" if grid.copies > 1 else ""
+        once = ", gathered once a step" * (self.gathers_once and grid.shards > 1)
         if self.mode == "pipeline":
-            shards = f", {grid.shards} share out the weights of each stage" if grid.shards > 1 else ""
+            shards = f", {grid.shards} share out the weights of each stage{once}" if grid.shards > 1 else ""
             return f"pipeline, {grid.stages} ranks have the layers{shards}{copies}, without CUDA graphs: {self.why}"
-        return f"fsdp, {grid.shards} ranks share out the weights{copies}, without CUDA graphs: {self.why}"
+        return f"fsdp, {grid.shards} ranks share out the weights{once}{copies}, without CUDA graphs: {self.why}"
 
 
 ALONE = Arrangement("", Grid(), "")
@@ -45,14 +48,14 @@ def arrange(
         return ALONE
     if run.parallel == "pipeline":
         return _pipelines(config, ranks)
-    copies = Grid(copies=ranks)
+    copies, once = Grid(copies=ranks), not run.reshard_after_forward
     if run.parallel == "ddp":
         return Arrangement("ddp", copies, "as asked")
     refused = _not_sharded(config)
     if run.parallel == "fsdp":
         if refused:
             raise UsageError(f"--parallel fsdp: {refused}")
-        return Arrangement("fsdp", _shards(config, ranks), "as asked")
+        return Arrangement("fsdp", _shards(config, ranks), "as asked", once)
     memory = memory_of(config, 1 if run.batch_size == "auto" else run.batch_size, attention, device)
     fits = needs(memory, device) <= room.free
     unit = Unit(memory.held)
@@ -62,7 +65,7 @@ def arrange(
     why = f"ddp takes {taken}, more than is free on all" if fits else f"ddp takes {taken}, which do not fit into {free}"
     if refused:
         return Arrangement("ddp", copies, f"{why}, but {refused}")
-    return Arrangement("fsdp", _shards(config, ranks), why)
+    return Arrangement("fsdp", _shards(config, ranks), why, once)
 
 
 def _not_sharded(config: TrainConfig, otherwise: str = "--parallel ddp") -> str:
@@ -106,4 +109,5 @@ def _pipelines(config: TrainConfig, ranks: int) -> Arrangement:
     grid = Grid(stages, ranks // (stages * shards), shards)
     check_micro_batches(run.micro_batches(grid.copies * grid.shards), stages, run.pipeline_schedule)
     cut = stages_of(config, stages)
-    return Arrangement("pipeline", grid, f"{run.pipeline_schedule}, {words(cut, stages, run.pipeline_schedule)}")
+    told = f"{run.pipeline_schedule}, {words(cut, stages, run.pipeline_schedule)}"
+    return Arrangement("pipeline", grid, told, not run.reshard_after_forward)

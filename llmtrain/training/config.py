@@ -192,6 +192,10 @@ class RunConfig:
     shard_ranks: int = 0
     """Neighbours that share out the model with fsdp, or each of its stages with pipeline; the other ranks have copies.
     0: with fsdp all ranks share it out, with pipeline none do."""
+    reshard_after_forward: bool = True
+    """Of weights that are shared out: free each block's behind its forward, and gather them again for its backward.
+    Off: what is gathered stays until the update. That takes 2 bytes a parameter of each rank's memory (4 in FP32), with
+    pipeline a parameter of its stages; a rank receives as many once a step, where it was twice a micro-batch."""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """In which order the stages of a pipeline run the micro-batches of a step. interleaved: two stages a rank, so that
     ranks wait half as long for each other; zero-bubble: two as well, there and back, and weights' gradients fill the
@@ -258,6 +262,12 @@ class RunConfig:
         if self.verify_every and not self.deterministic:
             raise ValueError(
                 f"verify_every {self.verify_every} needs --deterministic: without it a step may rightly give other bits"
+            )
+        shared_out = self.parallel in ("auto", "fsdp") or self.parallel == "pipeline" and self.shard_ranks > 1
+        if not self.reshard_after_forward and not shared_out:
+            raise ValueError(
+                f"reshard_after_forward is off, which is of weights that are shared out: with parallel {self.parallel} "
+                f"{'and shard_ranks 0 or 1 ' * (self.parallel == 'pipeline')}none are: give --reshard-after-forward"
             )
         if self.init_from is not None and self.branch_from is not None:
             raise ValueError(

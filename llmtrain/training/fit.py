@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -120,6 +121,7 @@ def memory_of(
         average=bool(config.optimizer.ema_decay),
         references=device.type != "cuda",
         shards=shards,
+        reshard_after_forward=run.reshard_after_forward,
     )
     if device.type == "cpu":
         saved = state_bytes(config.model, config.optimizer.optimizer, bool(config.optimizer.ema_decay), shards)
@@ -209,11 +211,13 @@ def smaller_ways(config: TrainConfig, attention: str, device: torch.device, ther
         advice = [f"give {split_as(config, smaller)} or --batch-size auto ({keeps})"]
     else:
         advice = ["make the model or --seq-len smaller"]
-    for mode in ("selective", "full"):
-        sparing = dataclasses.replace(config, run=dataclasses.replace(run, checkpoint_activations=mode))
+    ways: list[tuple[str, dict[str, Any]]] = [("--reshard-after-forward", {"reshard_after_forward": True})]
+    ways += [(f"--checkpoint-activations {mode}", {"checkpoint_activations": mode}) for mode in ("selective", "full")]
+    for option, change in ways:
+        sparing = dataclasses.replace(config, run=dataclasses.replace(run, **change))
         more = memory_of(sparing, size, attention, device, there.shards, there.ranks)
         if more.held < memory.held and needs(more, device) <= there.free:
-            advice.append(f"keep it with --checkpoint-activations {mode}")
+            advice.append(f"keep it with {option}")
             break
     return advice
 

@@ -187,6 +187,10 @@ class FlatParameters:
         self.refresh_eight_bit()
         self.refresh_mx()
 
+    def free_gathered(self) -> None:
+        """Frees the copies of weights that were gathered from other ranks, where there are any, so that they are
+        gathered anew: with every write of the masters, the optimizer's too."""
+
     def refresh_mx(self) -> None:
         """Rounds the matrices to MXFP8 anew: after every write of the narrow copies."""
         for weight in self.mx:

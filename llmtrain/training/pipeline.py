@@ -138,11 +138,13 @@ class Place:
     """Of a step, most."""
     ends: dist.ProcessGroup | None
     """The first and the last rank of the pipeline, on these two, where they share a matrix."""
+    reshard_after_forward: bool = True
+    """As RunConfig has it."""
 
     @classmethod
     def of(
         cls, world: World, config: ModelConfig, seq_len: int, checkpoint_activations: CheckpointActivations,
-        schedule: PipelineSchedule, micro_batches: int,
+        schedule: PipelineSchedule, micro_batches: int, reshard_after_forward: bool = True,
     ) -> "Place":  # fmt: skip
         """Of this rank among those of world.grid; all ask for theirs at once. Raises UsageError where a model cannot be
         cut so, or a step of so many micro-batches not be run."""
@@ -151,7 +153,8 @@ class Place:
         stages = cut(config, seq_len, checkpoint_activations, ranks * STAGES_A_RANK[schedule])
         own = of_rank(stages, world.grid.place(world.rank)[0], ranks, schedule)
         apart = config.tie_embeddings and schedule != "zero-bubble"
-        return cls(world, own, schedule, micro_batches, world.first_and_last() if apart else None)
+        ends = world.first_and_last() if apart else None
+        return cls(world, own, schedule, micro_batches, ends, reshard_after_forward)
 
     def part(self, config: ModelConfig) -> Transformer:
         """The model of this rank: all that its stages have, on the meta device."""
@@ -168,7 +171,9 @@ class Place:
             return StageParameters(part, self, device, dtype, master_dtype, **eight_bit)
         assert self.world.mesh is not None
         mesh, waiting = self.world.mesh["shard"], self.world.waiting
-        return ShardedStageParameters(part, self, device, dtype, mesh, master_dtype, waiting)
+        return ShardedStageParameters(
+            part, self, device, dtype, mesh, master_dtype, waiting, self.reshard_after_forward
+        )
 
     def step(self, *arguments: Any, **named: Any) -> "PipelineStep":
         return PipelineStep(self, *arguments, **named)

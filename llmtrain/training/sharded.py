@@ -3,9 +3,10 @@
 The FP32 masters, gradients and moments of these rows lie in the same flat buffers as everything else, so the optimizer
 and checkpoints work on them as ever. A block's matrices are gathered in the compute dtype when it runs, forward and
 backward, and freed behind it; the embedding and the head, which are the root's, stay from the forward to the end of the
-backward. Gradients come in FP32 and are summed in FP32 over the ranks, micro-batch by micro-batch, as sums: nothing is
-divided here. Vectors are a thousandth of a model and FP32 in the forward too: each rank has them whole, and their
-gradients are added up once a step.
+backward. Without `reshard_after_forward` all of them stay until the update, which alone changes them. Gradients come in
+FP32 and are summed in FP32 over the ranks, micro-batch by micro-batch, as sums: nothing is divided here. Vectors are a
+thousandth of a model and FP32 in the forward too: each rank has them whole, and their gradients are added up once a
+step.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class ShardedParameters(FlatParameters):
     """Takes over the parameters of `model`, on the meta device: afterwards this rank's rows are on `device`, zero, and
     the model is FSDP's. mesh: one-dimensional, the ranks that have the model together. waiting: the block in which this
-    rank waits for the others, as `World.waiting`."""
+    rank waits for the others, as `World.waiting`. reshard_after_forward: as RunConfig has it."""
 
     keeps_narrow = False  # FSDP makes its own where it gathers
 
@@ -43,6 +44,7 @@ class ShardedParameters(FlatParameters):
         mesh: DeviceMesh,
         master_dtype: torch.dtype = torch.float32,
         waiting: Waiting = nullcontext,
+        reshard_after_forward: bool = True,
     ) -> None:
         self.mesh, self._waiting = mesh, waiting
         self.group = mesh.get_group()
@@ -51,16 +53,18 @@ class ShardedParameters(FlatParameters):
             param_dtype=compute_dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
         )
         vectors = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+        reshard = None if reshard_after_forward else False  # None: of all but the root
         roots = self._roots(model)
         for root in roots:
             for module in (*root.layers.values(), root):
-                fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+                fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=vectors)
             for method in ("loss", "logits"):
                 register_fsdp_forward_method(root, method)
         self._units = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
         gather: Any = _Exchange(_all_gather, waiting)
         reduce_scatter: Any = _Exchange(_reduce_scatter, waiting)
         for unit in self._units:
+            unit.set_reshard_after_backward(reshard_after_forward, recurse=False)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce_scatter)
             unit.set_gradient_divide_factor(1.0)
@@ -100,7 +104,9 @@ class ShardedParameters(FlatParameters):
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def refresh_narrow(self) -> None:
-        """Frees what is gathered, so that it is gathered anew."""
+        self.free_gathered()
+
+    def free_gathered(self) -> None:
         for unit in self._units:
             unit.reshard()
 

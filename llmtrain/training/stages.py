@@ -168,7 +168,8 @@ def memory_of_rank(
         if "gathered" in fixed:
             matrices = {name: one.numel() for name, one in part.named_parameters() if one.dim() > 1}
             root = sum(size for name, size in matrices.items() if not name.startswith("layers."))
-            fixed["gathered"] = gathered_bytes(c, width, root)
+            blocks = sum(matrices.values()) - root
+            fixed["gathered"] = gathered_bytes(c, width, run.reshard_after_forward, (root, blocks))
         fixed["batch and tables"] = count * whole.fixed["batch and tables"]
         # Of each micro-batch what is received, in the forward, in the backward and in an evaluation.
         fixed["exchange"] = row * count * sum(2 * (not stage.first) + (not stage.last) for stage in own)

@@ -206,8 +206,9 @@ def place_of(config: TrainConfig, world: World) -> "Place | None":
     run = config.run
     micro_batches = run.micro_batches(world.data_ranks)
     return Place.of(
-        world, config.model, config.data.seq_len, run.checkpoint_activations, run.pipeline_schedule, micro_batches
-    )
+        world, config.model, config.data.seq_len, run.checkpoint_activations, run.pipeline_schedule, micro_batches,
+        run.reshard_after_forward,
+    )  # fmt: skip
 
 
 def parameters_of(
@@ -220,7 +221,10 @@ def parameters_of(
         from llmtrain.training.sharded import ShardedParameters  # who has one card need not wait for FSDP's import
 
         assert world.mesh is not None
-        return ShardedParameters(model, device, dtype, world.mesh["shard"], waiting=world.waiting)
+        return ShardedParameters(
+            model, device, dtype, world.mesh["shard"], waiting=world.waiting,
+            reshard_after_forward=config.run.reshard_after_forward,
+        )  # fmt: skip
     build = FlatParameters if place is None else place.parameters
     return build(model, device, dtype, eight_bit=eight_bit(config.run), mx=precision == "mxfp8")
 

@@ -237,6 +237,7 @@ class TrainStep:
             self.take_highest(self.flat.scaling.largest)
 
     def _update(self) -> None:
+        self.flat.free_gathered()
         self.last.copy_(self.optimizer.update(self.sums))
         if self.flat.scaling is not None:
             self.flat.scaling.push()

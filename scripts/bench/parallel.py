@@ -1,7 +1,8 @@
 """One card against many: tokens a second by ranks, what a sum over them costs, and a model of larger clusters.
 
     python scripts/bench/parallel.py --ranks 2 [--rows weak-1 weak-8 strong] [--output docs/scaling.md]
-    python scripts/bench/parallel.py --ranks 2 --rows fsdp-1b ddp-1b pipeline-1b interleaved-1b zero-bubble-1b
+    python scripts/bench/parallel.py --ranks 2 --rows fsdp-1b fsdp-1b-kept
+    python scripts/bench/parallel.py --ranks 2 --rows ddp-1b pipeline-1b interleaved-1b zero-bubble-1b
     python scripts/bench/parallel.py --ranks 2 --rows ddp-1b-full pipeline-1b-full ddp-1b-full-fp8 pipeline-1b-full-fp8
     python scripts/bench/parallel.py --ranks 2 --checks      # the same losses on one and many; saved on many, gone on
     python scripts/bench/parallel.py --smoke                 # a tiny model over gloo on the CPU
@@ -82,6 +83,7 @@ class Row:
     schedule: PipelineSchedule = "1f1b"
     precision: Precision = "bf16"
     checkpoint_activations: CheckpointActivations = "none"
+    reshard_after_forward: bool = True
 
     def of_rank(self, ranks: int) -> Shape:
         if not self.strong or self.parallel == "pipeline":
@@ -97,7 +99,8 @@ class Row:
     @property
     def alone(self) -> "Row":
         """What one rank runs to compare with."""
-        return replace(self, name="", target="", strong=False, parallel="ddp", schedule="1f1b")
+        same = {"parallel": "ddp", "schedule": "1f1b", "reshard_after_forward": True}
+        return replace(self, name="", target="", strong=False, **same)
 
 
 def of_kinds(shape: Shape, suffix: str = "", **more: Any) -> list[Row]:
@@ -114,6 +117,7 @@ def rows_of(smoke: bool) -> list[Row]:
         rows = [
             Row("weak-1", shape), Row("weak-8", replace(shape, accumulate=8)), Row("strong", shape, strong=True),
             Row("fsdp", shape, parallel="fsdp"),
+            Row("fsdp-kept", shape, parallel="fsdp", reshard_after_forward=False),
             *of_kinds(replace(shape, accumulate=4)),
             *of_kinds(replace(shape, accumulate=4), "-full", checkpoint_activations="full"),
         ]  # fmt: skip
@@ -127,6 +131,7 @@ def rows_of(smoke: bool) -> list[Row]:
         Row("strong-262144", replace(shape, accumulate=4), strong=True),
         Row("weak-1b", Shape(MODEL_1B, 8, 2048)),
         Row("fsdp-1b", Shape(MODEL_1B, 8, 2048), parallel="fsdp"),
+        Row("fsdp-1b-kept", Shape(MODEL_1B, 8, 2048), parallel="fsdp", reshard_after_forward=False),
         *of_kinds(step_1b, "-1b"),
         *of_kinds(step_1b, "-1b-fp8", precision="fp8"),
         *of_kinds(step_1b, "-1b-full", checkpoint_activations="full"),
@@ -163,7 +168,7 @@ def build_on(row: Row, world: World, device: torch.device) -> Callable[..., Trai
 
     def build(model_config: ModelConfig, optimizer_config: OptimizerConfig, **named: Any) -> TrainStep:
         if row.parallel == "fsdp":
-            step = sharded_step(world, model_config, optimizer_config, **named)
+            step = sharded_step(world, row.reshard_after_forward, model_config, optimizer_config, **named)
         else:
             step = TrainStep.build(model_config, optimizer_config, **named)
         step.add_up = functools.partial(world.add_gradients, sharded=step.flat.n_sharded)
@@ -174,8 +179,9 @@ def build_on(row: Row, world: World, device: torch.device) -> Callable[..., Trai
 
 
 def sharded_step(
-    world: World, model_config: ModelConfig, optimizer_config: OptimizerConfig, *, batch_size: int, seq_len: int,
-    precision: str, fp8_scaling: str, device: torch.device, seed: int, checkpoint_activations: CheckpointActivations,
+    world: World, reshard_after_forward: bool, model_config: ModelConfig, optimizer_config: OptimizerConfig, *,
+    batch_size: int, seq_len: int, precision: str, fp8_scaling: str, device: torch.device, seed: int,
+    checkpoint_activations: CheckpointActivations,
 ) -> TrainStep:  # fmt: skip
     """As `TrainStep.build`, of this rank's shard; fp8 it does not do."""
     from llmtrain.training.sharded import ShardedParameters
@@ -184,7 +190,9 @@ def sharded_step(
     assert world.mesh is not None
     model = Transformer(model_config, device="meta")
     model.checkpoint_activations = checkpoint_activations
-    flat = ShardedParameters(model, device, COMPUTE_DTYPES[precision], world.mesh["shard"])
+    flat = ShardedParameters(
+        model, device, COMPUTE_DTYPES[precision], world.mesh["shard"], reshard_after_forward=reshard_after_forward
+    )
     flat.init_weights(model, seed)
     flat.refresh_narrow()
     return TrainStep(model, flat, optimizer_of(flat, optimizer_config, model_config), batch_size, seq_len)
@@ -320,7 +328,8 @@ def measure_rows(args: argparse.Namespace, machine: dict, folder: str) -> tuple[
         rows.append({
             "name": name, "strong": row.strong, "target": row.target, "ranks": args.ranks, "shape": result["shape"],
             "parallel": row.parallel, "schedule": row.schedule, "precision": row.precision,
-            "checkpoint_activations": row.checkpoint_activations, "single_s": single,
+            "checkpoint_activations": row.checkpoint_activations,
+            "reshard_after_forward": row.reshard_after_forward, "single_s": single,
             "step_spread": (max(single) - min(single)) / statistics.median(single),
             "one_step_s": one, "one_shape": asdict(row.shape), "step_s": together, "median_s": step,
             "apart_s": statistics.median(apart) if apart else None, "mean_s": statistics.mean(together),

@@ -48,6 +48,18 @@ def test_no_cluster_is_faster_than_its_cards_and_more_of_them_take_no_less(compu
     assert many.sum_s(4 * parameters) >= Cluster(8, 8, near, FAR).sum_s(4 * parameters)
 
 
+@given(st.integers(1, 64), st.integers(10**6, 10**10), st.sampled_from([2, 8, 64]))
+def test_weights_that_are_kept_are_gathered_once_a_step(micro_batches, parameters, cards):
+    cluster, layers = Cluster(cards, 8, Link(0.0, 300e9), FAR), 16
+    share = (cards - 1) / cards * parameters / cluster.slowest().bytes_per_s  # seconds of a byte for each parameter
+    if cards <= 8:  # where no latency counts
+        freed, kept = (fsdp_s(0.0, parameters, layers, micro_batches, cluster, reshard) for reshard in (True, False))
+        assert freed == pytest.approx((8 + 6 / layers) * micro_batches * share)
+        assert kept == pytest.approx((2 + 4 * micro_batches) * (1 + 1 / layers) * share)
+    freed, kept = (fsdp_s(1.0, parameters, layers, micro_batches, cluster, reshard) for reshard in (True, False))
+    assert 1 < kept <= freed
+
+
 def test_a_pipeline_waits_less_with_more_micro_batches_and_better_schedules():
     assert pipeline_s(8.0, 4, 12) == pytest.approx(2.0 * 1.25)
     assert bubble(8, 16, "1f1b") > bubble(8, 32, "1f1b")
@@ -68,15 +80,16 @@ def test_a_pipeline_waits_for_what_it_exchanges_and_for_its_dearest_rank():
 def test_the_script_measures_two_ranks_and_writes_its_page(tmp_path):
     output = tmp_path / "docs" / "scaling.md"
     command = [sys.executable, str(SCRIPT), "--smoke", "--seconds", "0.02", "--bursts", "2", "--rows", "weak-1"]
-    command += ["ddp", "pipeline"]
+    command += ["ddp", "pipeline", "fsdp-kept"]
     done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "docs/data/scaling.json").read_text())
-    assert [row["name"] for row in data["rows"]] == ["weak-1", "ddp", "pipeline"]
+    assert [row["name"] for row in data["rows"]] == ["weak-1", "ddp", "pipeline", "fsdp-kept"]
     for row in data["rows"]:
         assert row["ranks"] == 2 and row["times_one"] > 0 and len(row["step_s"]) == 2 and len(row["single_s"]) == 8
     assert len(data["sums"]) == 4 and all(point["seconds"] > 0 for point in data["sums"])
     page = output.read_text()
     assert "| weak-1 | weak | ddp | 2 | 4 x 64 x 1 |" in page
     assert "| pipeline | strong | pipeline, 1f1b | 2 | 4 x 64 x 4 |" in page
+    assert "| fsdp-kept | weak | fsdp, kept | 2 | 4 x 64 x 1 |" in page
     assert "tokens | fp32 | none | pipeline, 1f1b | 2 |" in page.split("## Pipelines against data parallel")[1]

@@ -1,5 +1,6 @@
 """Runs whose ranks share the model out (--parallel fsdp), as real processes over gloo."""
 
+import hashlib
 import json
 import re
 import signal
@@ -163,6 +164,68 @@ def test_a_run_goes_on_with_other_ranks_and_another_way_to_share_it(here, forks,
     run = forks.start_ranks(here, "ways", 2, *options, "--parallel", "fsdp", "--shard-ranks", "0")
     assert run.end(AT_MOST) == [0] * 2, [rank.err for rank in run.ranks]
     assert losses(here / "ways") == pytest.approx(alone, rel=1e-6)
+
+
+# After each update what was gathered up to now, and the units that there are. The third update finds no finite loss.
+COUNTS = SOON + """
+from llmtrain.training import sharded
+call, update, counts = sharded._Exchange.__call__, step.TrainStep.optimizer_step, [0, 0]
+def counted(self, *arguments, **named):
+    counts[0] += self._make is sharded._all_gather
+    return call(self, *arguments, **named)
+def told(self, lr):
+    counts[1] += 1
+    if counts[1] == 3:
+        add_up = self.add_up
+        self.add_up = lambda grad, sums: (add_up(grad, sums), sums.fill_(float("nan")))
+    update(self, lr)
+    if counts[1] == 3:
+        self.add_up = add_up
+    print("GATHERED", counts[0], len(self.model.layers) + 1, flush=True)
+sharded._Exchange.__call__, step.TrainStep.optimizer_step = counted, told
+"""
+TWO_MICRO_BATCHES = ("--batch-size", "2", "--n-layers", "4", "--total-steps", "12", "--checkpoint-every", "6")
+OF_STAGES = ("--parallel", "pipeline", "--shard-ranks", "2", "--pipeline-schedule", "interleaved")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, ("--parallel", "fsdp", "--ema-decay", "0.9")),
+        (2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "muon", "--checkpoint-activations", "full")),
+        (4, OF_STAGES),
+    ],
+)
+def test_weights_that_are_kept_until_the_update_are_gathered_once_a_step_and_the_bits_are_the_same(
+    ranks, how, here, forks
+):
+    told, gathered = {}, {}
+    for name, more in (("freed", ()), ("kept", ("--no-reshard-after-forward",))):
+        run_dir = here / f"{name}{ranks}{how[-1]}"
+        options = (*OPTIONS, *TWO_MICRO_BATCHES, "--val-every", "4", "--deterministic", "--verify-every", "5")
+        run = forks.start_ranks(
+            here, run_dir.name, ranks, *options, *how, *more, "--run-dir", run_dir.name, before=COUNTS
+        )
+        assert run.end(AT_MOST) == [0] * ranks, [rank.err for rank in run.ranks]
+        assert (", gathered once a step" in run[0].out) == bool(more)
+        files = [path for step in (6, 12) for path in checkpoint.folder_of(run_dir, step).glob("*.safetensors")]
+        assert len(files) >= 2 * 2 * ranks
+        hashes = {(path.parent.name, path.name): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        steps = [(x["step"], x["lm_loss"], x["grad_norm"], x["skipped"]) for x in lines(run_dir, "train")]
+        evaluated = [(x["step"], x["val_loss"]) for x in lines(run_dir, "eval")]
+        told[name] = hashes, repr(steps), evaluated  # no NaN equals another
+        assert [step for step, _ in evaluated] == [0, 4, 8, 12]
+        assert steps[-1][-1] == 1 and not [x for x in lines(run_dir, "event") if x["event"] == "mismatch"]
+        gathered[name] = [tuple(map(int, two)) for two in re.findall(r"GATHERED (\d+) (\d+)", run[ranks - 1].out)]
+    assert told["freed"] == told["kept"]
+    units = gathered["kept"][0][1]
+    # Steps 5 and 10 are run a second time. An evaluation's are used by the step behind it.
+    assert gathered["kept"] == [(units * (i + 1), units) for i in range(12 + 2)]
+    (second, _), (third, _) = gathered["freed"][1:3]
+    if "fsdp" in how:
+        assert units == 5 and third - second == 2 * (2 * 4 + 1)
+    else:
+        assert third - second > 2 * units
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -3,13 +3,15 @@ import torch
 
 from llmtrain.kernels.attention import CUDNN
 from llmtrain.kernels.weight import deliver_gradient, deliver_product
-from llmtrain.model.memory import state_bytes
+from llmtrain.model.flops import parameter_counts
+from llmtrain.model.memory import matrices_gathered, state_bytes
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.arrangement import ALONE, arrange
 from llmtrain.training.config import TrainConfig, for_ranks
-from llmtrain.training.fit import Room, memory_of, needs
+from llmtrain.training.fit import Room, memory_of, needs, smaller_ways
 from llmtrain.training.grid import Grid
-from tests.training.test_fit import CARD, asked
+from llmtrain.training.stages import stages_of
+from tests.training.test_fit import CARD, MODEL, asked
 
 
 def arranged(free: int, ranks: int = 4, least=lambda number: number, **run) -> tuple[str, Grid, str]:
@@ -32,6 +34,37 @@ def test_auto_is_ddp_where_that_fits_every_rank_and_else_fsdp():
     assert mode == "fsdp" and line.endswith("more than is free on all")
     assert arranged(takes, parallel="fsdp", shard_ranks=2)[1] == Grid(copies=2, shards=2)
     assert arranged(takes - 1, parallel="ddp")[:2] == ("ddp", Grid(copies=4))
+
+
+def test_weights_that_are_kept_until_the_update_are_in_the_plan():
+    keeps = {"parallel": "fsdp", "reshard_after_forward": False}
+    assert "fsdp, 4 ranks share out the weights, gathered once a step, without" in arranged(1, **keeps)[2]
+    assert "gathered once" not in arranged(1, parallel="fsdp")[2]
+    freed, kept = (memory_of(asked(**run), 64, CUDNN, CARD, 4) for run in ({"parallel": "fsdp"}, keeps))
+    root, block, vectors = matrices_gathered(MODEL)
+    blocks = parameter_counts(MODEL).total - root - vectors
+    assert blocks == MODEL.n_layers * block
+    assert kept.peak - freed.peak == 2 * (blocks - 2 * block) == kept.fixed["gathered"] - freed.fixed["gathered"]
+    whole = memory_of(asked(reshard_after_forward=False), 64, CUDNN, CARD)  # nothing is shared out
+    assert whole == memory_of(asked(), 64, CUDNN, CARD)
+
+    stages = {"parallel": "pipeline", "pipeline_ranks": 2, "shard_ranks": 4, "batch_size": 1, "accumulate": 16}
+    _, _, line = arranged(1, 8, **stages, reshard_after_forward=False)
+    assert "4 share out the weights of each stage, gathered once a step, without" in line
+    freed, kept = (
+        memory_of(asked(**stages, reshard_after_forward=reshard), 1, CUDNN, CARD, 4, 8).fixed["gathered"]
+        for reshard in (True, False)
+    )
+    most = max(len(stage.layers) for stage in stages_of(asked(**stages), 2))
+    assert kept - freed == 2 * (most - 2) * block
+
+
+def test_what_does_not_fit_with_weights_that_are_kept_is_told_that_it_would_without():
+    config = asked(parallel="fsdp", reshard_after_forward=False)
+    frees = asked(parallel="fsdp")
+    free = needed(frees, 4)
+    assert "keep it with --reshard-after-forward" in smaller_ways(config, CUDNN, CARD, Room(free, free, 4))
+    assert not [way for way in smaller_ways(frees, CUDNN, CARD, Room(free - 1, free - 1, 4)) if "reshard" in way]
 
 
 def test_what_shards_cannot_do_stays_with_ddp_or_is_refused():

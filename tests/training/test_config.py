@@ -127,6 +127,19 @@ def test_keep_every_is_a_multiple_of_checkpoint_every():
         RunConfig(checkpoint_every=10, keep_every=15)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"parallel": "ddp"}, {"parallel": "pipeline"}, {"parallel": "pipeline", "shard_ranks": 1}],
+    ids=str,
+)
+def test_weights_are_kept_gathered_only_where_they_are_shared_out(how: dict):
+    with pytest.raises(ValueError, match="reshard_after_forward is off, .* with parallel .* none are: give --resh"):
+        RunConfig(reshard_after_forward=False, **how)
+    assert RunConfig(**how).reshard_after_forward
+    for shared_out in ({}, {"parallel": "fsdp"}, {"parallel": "pipeline", "shard_ranks": 2}):
+        assert not RunConfig(reshard_after_forward=False, **shared_out).reshard_after_forward
+
+
 def test_of_several_ranks_a_step_has_the_batches_of_all_and_keeps_them_on_any_other_number():
     run = {"batch_size": 4, "accumulate": 3}
     config = TrainConfig(ModelConfig(), DataConfig(), OptimizerConfig(), ScheduleConfig(), RunConfig(**run))
