@@ -30,6 +30,8 @@ demo: $(INSTALLED)  ## from text to a trained model that writes code, in minutes
 docs: $(INSTALLED)  ## the tables of docs/ that are made from the code
 	.venv/bin/python scripts/docs_commands.py
 	.venv/bin/python scripts/docs_ops.py
+	.venv/bin/python scripts/docs_kernels.py
+	.venv/bin/python scripts/docs_experiments.py
 
 clean:  ## the environment and all that the tools left; data/ and runs/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Writes docs/ops.md: what the ops promise, how they are timed, and the tables of docs/data/ops-*.json.
 
-`make docs` runs it, and so does scripts/bench/ops.py. What has no JSON yet is said to be not measured.
+`make docs` runs it, and so does scripts/bench/card.py. What has no JSON yet is said to be not measured.
 """
 
 import json

@@ -5,7 +5,7 @@
 Groups, with the time each should take on one H200: bars 80 s, kv 80 s, padding 40 s, windows 150 s. FlexAttention is in
 kv and windows; its compilations are half of that, and --no-compile leaves them out. A group that is measured replaces
 what the JSON holds of it, so that the page can be made in several turns; --page makes it from the JSON alone. Exits 1
-where an arm of ours is outside the error budget or a bar is missed.
+where an arm of ours fails or is outside the error budget, or a bar is missed, of the groups that were measured.
 """
 
 import argparse
@@ -144,24 +144,27 @@ def main() -> int:
         data = json.loads(where.read_text())
     sizes = dict(sessions=1, rounds=2, samples=11) if arguments.quick else dict(turn_seconds=0.02)
     timing = OpTimingConfig(**sizes, device="cuda" if torch.cuda.is_available() else "cpu")
-    wrong = False
-    for name in [] if arguments.page else arguments.only or list(HEADINGS):
+    wrong: list[str] = []
+    measured = [] if arguments.page else arguments.only or list(HEADINGS)
+    for name in measured:
         cases = [make_case(shape, torch.device(timing.device)) for shape in shapes()[name]]
         timing = replace(timing, compile=name in COMPILED and not arguments.no_compile)
         data["groups"][name] = measure_op(name, cases, timing, tell=lambda line: print(line, flush=True))
         for row in data["groups"][name]["rows"]:
             for arm in row["arms"]:
-                if arm["ours"] and arm["status"] == "ok" and not all(e <= 1 for e in arm["errors"].values()):
-                    print(f"OUTSIDE THE BUDGET: {row['shape']} {row['what']} {arm['name']}: {arm['errors']}")
-                    wrong = True
+                what = f"{' '.join(map(str, row['shape'].values()))} {row['what']} {arm['name']}"
+                if arm["ours"] and arm["status"] == "failed":
+                    wrong.append(f"FAILED: {what}: {arm['reason']}")
+                elif arm["ours"] and arm["status"] == "ok" and not all(e <= 1 for e in arm["errors"].values()):
+                    wrong.append(f"OUTSIDE THE BUDGET: {what}: {arm['errors']}")
         save(data, where, arguments.output)  # a group that fails loses no other
     if arguments.page:
         save(data, where, arguments.output)
-    missed = [" ".join(row) for row in bar_rows([r for g in data["groups"].values() for r in g["rows"]])
-              if row[-1] == "NO"]  # fmt: skip
-    for line in missed:
-        print(f"BAR MISSED: {line}")
-    return int(wrong or bool(missed))
+    rows = [row for name in measured or data["groups"] for row in data["groups"][name]["rows"]]
+    wrong += [f"BAR MISSED: {' '.join(row)}" for row in bar_rows(rows) if row[-1] == "NO"]
+    for line in wrong:
+        print(line)
+    return int(bool(wrong))
 
 
 def save(data: dict[str, Any], where: Path, output: Path) -> None:

@@ -1,14 +1,14 @@
 """Which tiles our attention kernels should take: each candidate by itself, by head size and by length of documents.
 
-    python scripts/bench/attention_blocks.py [--json FILE] [--only 64-short ...] [--quick]
+    python scripts/bench/attention_blocks.py [--output docs/data/attention-blocks.json] [--only 64-short ...] [--quick]
 
 About 130 s on one H200 for all four cases, of which compiling, in parallel, is half. Prints for each kernel the
 candidates by their time, the chosen one marked, and those that are faster than it beyond the floor: they belong into
-llmtrain/kernels/attention_blocks.py. Exits 1 where a candidate's results differ from the chosen one's.
+llmtrain/kernels/attention_blocks.py. What the file holds of other cases stays. Exits 1 where a candidate's results
+differ from the chosen one's.
 """
 
 import argparse
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -16,8 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from checks import add_groups
 from torch import Tensor
 
 from llmtrain.benchmark.machine import describe
@@ -135,7 +137,7 @@ def same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write what was measured here too")
+    parser.add_argument("--output", type=Path, default=Path("docs/data/attention-blocks.json"), help="JSON")
     cases = [f"{d}-{length}" for d in HEADS for length in LENGTH]
     parser.add_argument("--only", action="append", choices=cases, help="this case; may be repeated")
     parser.add_argument("--quick", action="store_true", help="one session of two short rounds")
@@ -153,8 +155,9 @@ def main() -> int:
     with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as pool:
         failures = dict(zip(jobs, pool.map(compile_ahead, jobs), strict=True))
 
-    rows, wrong = [], False
+    wrong: list[str] = []
     for name in wanted:
+        rows: list[dict[str, Any]] = []
         d, length = int(name.split("-")[0]), name.split("-")[1]
         case = Case(d, length, TOKENS)
         for kernel, table in TABLES.items():
@@ -168,12 +171,13 @@ def main() -> int:
                 if failure is None:
                     with chosen(kernel, d, length, blocks):
                         if not same(case.run(kernel), reference):
-                            failure, wrong = "WRONG RESULTS", True
+                            failure = "WRONG RESULTS"
+                            wrong.append(f"{name} {kernel} {tuple(blocks)}")
                 if failure is None:
                     arms[str(tuple(blocks))] = partial(work, case, kernel, d, length, blocks)
                 else:
                     print(f"{name} {kernel} {tuple(blocks)}: {failure}")
-                    rows.append({"case": name, "kernel": kernel, "blocks": blocks, "failed": failure})
+                    rows.append({"kernel": kernel, "blocks": str(tuple(blocks)), "failed": failure})
             measured, floor = measure(arms, device=torch.device("cuda"), replicate=[str(tuple(now))], method=method)
             ours = measured[str(tuple(now))].times
             for arm in sorted(arms, key=lambda arm: measured[arm].times.pooled):
@@ -182,15 +186,15 @@ def main() -> int:
                 mark = " <- chosen" if arm == str(tuple(now)) else " FASTER" if against.verdict == "+" else ""
                 print(f"{name} {kernel} {arm}: {times.pooled:.4f} ms, {against}{mark}", flush=True)
                 rows.append(
-                    {"case": name, "kernel": kernel, "blocks": arm, "ms": times.pooled, "medians": times.medians,
-                     "chosen": arm == str(tuple(now)), "against_chosen": str(against), "floor": floor}
+                    {"kernel": kernel, "blocks": arm, "ms": times.pooled, "medians": times.medians,
+                     "chosen": arm == str(tuple(now)), "faster": against.verdict == "+",
+                     "against_chosen": str(against), "floor": floor}
                 )  # fmt: skip
         del case
         torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    print("WRONG: see above" if wrong else "all candidates agree")
-    return int(wrong)
+        add_groups(arguments.output, {name: {"machine": machine, "rows": rows}})
+    print(f"WRONG: {'; '.join(wrong)}" if wrong else "all candidates agree")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Attention's backends on a card: right against FP64, and their times, with v strided and contiguous.
 
-    python scripts/bench/check_attention.py [--json FILE]
+    python scripts/bench/check_attention.py [--only results] [--output docs/data/attention.json]
+    python scripts/bench/check_attention.py --smoke    # small shapes on the CPU, whose only backend is the reference
 
-Times are medians of CUDA-graph replays behind a cold L2. Exits 1 where a result is outside its tolerance.
+Times are medians of CUDA-graph replays behind a cold L2. Which backend has to run is what the rule of
+kernels/attention.py says of this machine. Exits 1 where that or a result is wrong.
 """
 
 import argparse
@@ -14,9 +16,10 @@ import torch
 from checks import Report
 from torch import Tensor
 
+from llmtrain.benchmark.machine import describe
 from llmtrain.benchmark.timing import milliseconds
 from llmtrain.kernels import choice
-from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention
+from llmtrain.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, training_backend
 
 # (B, T, H, Hkv, D)
 SHAPES = (
@@ -27,9 +30,11 @@ DOCUMENTS = ((64, 1024, 12, 4, 64), (16, 2048, 32, 8, 64), (64, 1024, 6, 2, 128)
 took = partial(milliseconds, device=torch.device("cuda"), samples=11)
 
 
-def packed_heads(b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def packed_heads(
+    b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype, device: torch.device | str = "cuda"
+) -> tuple[Tensor, Tensor, Tensor]:
     """q and k as rotary leaves them, v as a view of a packed qkv."""
-    qkv = torch.randn(b, t, h + 2 * h_kv, d, device="cuda").to(dtype)
+    qkv = torch.randn(b, t, h + 2 * h_kv, d, device=device).to(dtype)
     q, k, v = qkv.split([h, h_kv, h_kv], 2)
     return q.contiguous(), k.contiguous(), v
 
@@ -65,45 +70,62 @@ def within(report: Report, got: list[Tensor], wanted: list[Tensor], tolerance: f
     report.check("against FP64", held, **fields, **errors)
 
 
-def check_results(report: Report) -> None:
-    causal = torch.ones(1024, 1024, dtype=torch.bool, device="cuda").tril()[None, None]
+def check_ran(report: Report, expected: str, **fields) -> None:
+    ran = choice.ran["attention"]
+    report.check("the backend that has to run", ran == expected, ran=ran, expected=expected, **fields)
+
+
+def check_equal(report: Report, first: list[Tensor], second: list[Tensor], **fields) -> None:
+    differ = [
+        name for name, a, b in zip(("out", "dq", "dk", "dv"), first, second, strict=True) if not torch.equal(a, b)
+    ]
+    report.check("the same bits twice", not differ, backend=choice.ran["attention"], differ=differ, **fields)
+
+
+def check_results(report: Report, device: torch.device, t: int) -> None:
+    """Each backend on rows of `t`; then what `auto` takes in FP32, for documents and under deterministic algorithms."""
+    on_card = device.type == "cuda"
+
+    def rule(dtype: torch.dtype, d: int, masked: bool = False) -> str:
+        """What `auto` has to take here, of what is installed and asked for."""
+        return training_backend(choice.AUTO, dtype, d, t, device, masked).name
+
+    causal = torch.ones(t, t, dtype=torch.bool, device=device).tril()[None, None]
     for d in (64, 128):
-        q, k, v = packed_heads(2, 1024, 12, 4, d, torch.bfloat16)
-        dy = torch.randn(q.shape, device="cuda").bfloat16()
+        q, k, v = packed_heads(2, t, 12, 4, d, torch.bfloat16, device)
+        dy = torch.randn(q.shape, device=device).bfloat16()
         wanted = exact(q, k, v, dy, causal)
-        for backend in (None, CUDNN, FLASH, EFFICIENT):
+        for backend in (choice.AUTO, CUDNN, FLASH, EFFICIENT) if on_card else (choice.AUTO,):
+            expected = rule(q.dtype, d) if backend == choice.AUTO else backend
             for layout, value in (("strided", v), ("contiguous", v.contiguous())):
-                with choice.forced(backend or choice.AUTO, "attention"):
+                with choice.forced(backend, "attention"):
                     got = both(q, k, value, dy)
-                ran = choice.ran["attention"]
-                report.failed |= ran != (backend or CUDNN)
-                strides = [tuple(x.stride()) for x in got]
-                dense = [x.is_contiguous() for x in got]
-                if not all(dense):
-                    report.add("gradients not (B, T, H, D) memory", backend=ran, v=layout, strides=str(strides))
-                within(report, got, wanted, 1e-2, d=d, backend=ran, v=layout)
+                check_ran(report, expected, asked=backend, d=d, v=layout)
+                if not all(x.is_contiguous() for x in got):
+                    strides = str([tuple(x.stride()) for x in got])
+                    report.add("gradients not (B, T, H, D) memory", backend=expected, v=layout, strides=strides)
+                within(report, got, wanted, 1e-2, d=d, backend=expected, v=layout)
 
-    q, k, v = packed_heads(2, 512, 6, 2, 64, torch.float32)
-    dy = torch.randn(q.shape, device="cuda")
-    within(report, both(q, k, v, dy), exact(q, k, v, dy, causal[..., :512, :512]), 1e-5, dtype="fp32")
-    report.add("fp32 ran", backend=choice.ran["attention"])
+    q, k, v = packed_heads(2, t, 6, 2, 64, torch.float32, device)
+    dy = torch.randn(q.shape, device=device)
+    within(report, both(q, k, v, dy), exact(q, k, v, dy, causal), 1e-5, dtype="fp32")
+    check_ran(report, rule(q.dtype, 64), dtype="fp32")
 
-    q, k, v = packed_heads(2, 1024, 12, 4, 64, torch.bfloat16)
-    dy = torch.randn(q.shape, device="cuda").bfloat16()
-    doc_start = (torch.arange(1024, device="cuda", dtype=torch.int32) // 100 * 100).expand(2, -1)
-    seen = causal & (torch.arange(1024, device="cuda") >= doc_start[:, None, :, None])
-    within(report, both(q, k, v, dy, doc_start), exact(q, k, v, dy, seen), 1e-2, documents=100)
-    report.failed |= choice.ran["attention"] != choice.TRITON
+    q, k, v = packed_heads(2, t, 12, 4, 64, torch.bfloat16, device)
+    dy = torch.randn(q.shape, device=device).bfloat16()
+    doc_start = (torch.arange(t, device=device, dtype=torch.int32) // 100 * 100).expand(2, -1)
+    seen = causal & (torch.arange(t, device=device) >= doc_start[:, None, :, None])
     first, second = both(q, k, v, dy, doc_start), both(q, k, v, dy, doc_start)
-    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    report.failed |= not same
-    report.add("documents", backend=choice.ran["attention"], bit_equal=same)
+    within(report, first, exact(q, k, v, dy, seen), 1e-2, documents=100)
+    check_ran(report, rule(q.dtype, 64, masked=True), documents=100)
+    check_equal(report, first, second, documents=100)
 
+    wanted = exact(q, k, v, dy, causal)
     torch.use_deterministic_algorithms(True)
     first, second = both(q, k, v, dy), both(q, k, v, dy)
-    same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    report.failed |= not same or choice.ran["attention"] != FLASH
-    report.add("deterministic", backend=choice.ran["attention"], bit_equal=same)
+    within(report, first, wanted, 1e-2, deterministic=True)
+    check_ran(report, rule(q.dtype, 64), deterministic=True)
+    check_equal(report, first, second, deterministic=True)
     torch.use_deterministic_algorithms(False)
 
 
@@ -149,17 +171,27 @@ def time_documents(report: Report) -> None:
             )  # fmt: skip
 
 
+PARTS = ("results", "times")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the records here too")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/data/attention.json"), help="JSON")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
+    parser.add_argument("--smoke", action="store_true", help="results alone")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    report = Report()
-    check_results(report)
-    torch.cuda.empty_cache()
-    time_backends(report)
-    time_documents(report)
-    return report.end(arguments.json)
+    device = torch.device("cpu" if arguments.smoke else "cuda")
+    report = Report(describe(not arguments.smoke))
+    for part in ("results",) if arguments.smoke else arguments.only or PARTS:
+        report.begin(part)
+        if part == "results":
+            check_results(report, device, 256 if arguments.smoke else 1024)
+            torch.cuda.empty_cache()
+        else:
+            time_backends(report)
+            time_documents(report)
+    return report.end(arguments.output)
 
 
 if __name__ == "__main__":

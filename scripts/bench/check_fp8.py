@@ -1,11 +1,11 @@
 """Eight-bit operands and products on this card, by every scale, against their definitions: what is wrong, in seconds.
 
-    python scripts/bench/check_fp8.py [--quick] [--json FILE]
+    python scripts/bench/check_fp8.py [--quick] [--output docs/data/fp8-check.json]
 
 Of each linear: the kernels' bits are the reference's, both ways round; y, dX and dW are the products of the quantised
 numbers (by FP64 matmuls of some rows), and the same bits a second time; and what each costs beside bf16. Then experts,
-of which some get nothing. Exits 1 where anything is wrong. `--smoke` does it with small shapes on the CPU, whose
-products are emulated.
+of which some get nothing. What the file holds of other shapes stays. Exits 1 where anything is wrong. `--smoke` does it
+with small shapes on the CPU, whose products are emulated.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checks import add_groups
 from torch import Tensor
 
 from llmtrain.benchmark.machine import describe
@@ -143,12 +144,12 @@ def experts_record(device: torch.device, tokens: int, d: int, f: int, n_experts:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="The 102M model's shapes alone, few samples.")
-    parser.add_argument("--json", type=Path, help="Write what was found here too.")
+    parser.add_argument("--output", type=Path, default=Path("docs/data/fp8-check.json"), help="JSON.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     device = torch.device("cpu" if args.smoke else "cuda")
     shapes = SMALL if args.smoke else dict(list(SHAPES.items())[: 2 if args.quick else None])
-    records = []
+    machine, records = describe(not args.smoke), []
     for name, shape in shapes.items():
         for scaling in SCALINGS:
             try:
@@ -160,8 +161,10 @@ def main() -> int:
     size = (256, 64, 32, 4) if args.smoke else (16384, 1024, 640, 64)
     records.append(experts_record(device, *size))
     print(json.dumps(records[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": describe(not args.smoke), "records": records}, indent=1) + "\n")
+    groups: dict[str, dict[str, Any]] = {}
+    for record in records:
+        groups.setdefault(record["case"], {"machine": machine, "records": []})["records"].append(record)
+    add_groups(args.output, groups)
     wrong = [f"{r['case']}, {r['scaling']}: {', '.join(r['wrong'])}" for r in records if r["wrong"]]
     print("WRONG: " + "; ".join(wrong) if wrong else "all as it should be")
     return int(bool(wrong))

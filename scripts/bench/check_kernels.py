@@ -1,10 +1,11 @@
 """The elementwise and norm kernels: right against FP64 at real shapes, and how far from what their bytes need.
 
-    python scripts/bench/check_kernels.py [--out FILE] [--only OP] [--tune] [--cpu]
+    python scripts/bench/check_kernels.py [--only OP] [--tune] [--cpu] [--output docs/data/kernels.json]
 
 Times are medians of CUDA-graph replays; each call in a graph has tensors of its own, several times the L2 together, so
-that nothing is found there. --tune also times other tiles than the committed ones. --cpu runs everything but the clock
-at tiny shapes under Triton's interpreter. Exits 1 where a result is outside its tolerance.
+that nothing is found there. What the file holds of other ops stays. --tune also times other tiles than the committed
+ones. --cpu runs everything but the clock at tiny shapes under Triton's interpreter. Exits 1 where a result is outside
+its tolerance.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from checks import Report
 from kernel_bench import EPS, SHAPES, TINY, Bench, Shape, deterministic, poisoned, rmsnorm, rounding, summing, swiglu
 from torch import Tensor
 
+from llmtrain.benchmark.machine import describe
 from llmtrain.kernels import choice, embedding, rotary
 
 
@@ -40,7 +42,8 @@ def check_rmsnorm(bench: Bench, s: Shape) -> None:
         with poisoned():
             y, h = rmsnorm.rmsnorm(x, weight, EPS, residual)
             torch.autograd.backward([y, h], [dy, dh])
-        assert choice.ran["rmsnorm"] == choice.TRITON and x.grad is not None
+        bench.check_ran("rmsnorm", shape)
+        assert x.grad is not None
         h64, w64 = wide(h, weight)
         with choice.forced(choice.REFERENCE):
             y64 = rmsnorm.rmsnorm(h64, w64, EPS)
@@ -100,7 +103,8 @@ def check_swiglu(bench: Bench, s: Shape) -> None:
         with poisoned():
             y = swiglu.swiglu(gate_up)
             y.backward(dy)
-        assert choice.ran["swiglu"] == choice.TRITON and gate_up.grad is not None
+        bench.check_ran("swiglu", shape)
+        assert gate_up.grad is not None
         for part in (slice(0, rows), slice(n - rows, n)):
             (gate_up64,) = wide(gate_up[part])
             with choice.forced(choice.REFERENCE):
@@ -142,7 +146,8 @@ def check_rotary(bench: Bench, s: Shape) -> None:
             with poisoned():
                 parts = rotary.rotary_qkv(qkv, cos, sin, s.n_heads, s.n_kv_heads, *weights, EPS)
                 torch.autograd.backward(parts, dparts)
-            assert choice.ran["rotary"] == choice.TRITON and qkv.grad is not None
+            bench.check_ran("rotary", shape)
+            assert qkv.grad is not None
             qkv64, *weights64 = wide(qkv, *weights)
             with choice.forced(choice.REFERENCE):
                 parts64 = rotary.rotary_qkv(qkv64, cos, sin, s.n_heads, s.n_kv_heads, *weights64, EPS)
@@ -204,7 +209,8 @@ def check_embedding(bench: Bench, s: Shape) -> None:
                     y = embedding.embedding(ids, weight, dtype)
                     y.backward(dy)
                 grads.append(weight.grad.clone())
-            assert choice.ran["embedding"] == choice.TRITON and y is not None
+            bench.check_ran("embedding", shape)
+            assert y is not None
             dw64 = torch.zeros(v, width, dtype=torch.float64, device=bench.device).index_add_(0, ids, dy.double())
             same = torch.equal(*grads) or mode is not deterministic
             bench.check(
@@ -233,7 +239,7 @@ OPS = {"rmsnorm": check_rmsnorm, "swiglu": check_swiglu, "rotary": check_rotary,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the records here too")
+    parser.add_argument("--output", type=Path, default=Path("docs/data/kernels.json"), help="JSON")
     parser.add_argument("--only", choices=OPS, action="append", help="this op; may be repeated")
     parser.add_argument("--tune", action="store_true", help="time other tiles too")
     parser.add_argument("--cpu", action="store_true", help="tiny shapes under the interpreter, untimed")
@@ -241,16 +247,17 @@ def main() -> int:
     torch.manual_seed(0)
     begin = time.perf_counter()
     device = torch.device("cpu" if arguments.cpu else "cuda")
-    report = Report()
+    report = Report(describe(not arguments.cpu))
     bench = Bench(report, device, arguments.tune)
     with choice.forced(choice.TRITON) if arguments.cpu else contextlib.nullcontext():
         for op in arguments.only or OPS:
+            report.begin(op)
             for shape in TINY if arguments.cpu else SHAPES:
                 OPS[op](bench, shape)
                 if not arguments.cpu:
                     torch.cuda.empty_cache()
     print(f"{time.perf_counter() - begin:.0f} s")
-    return report.end(arguments.out)
+    return report.end(arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whether sums in half precision pay on this card: rate and error of bf16 and fp16 products, forward only.
 
-    python scripts/bench/half_accumulate.py [--output docs/half-accumulate.md] [--quick]
+    python scripts/bench/half_accumulate.py [--output docs/data/half-accumulate.json] [--quick]
 
 4096 x 4096 at depth 16384: cuBLAS in bf16 and fp16 (sums in FP32), a Triton kernel in fp16 with sums in FP32 and in
 fp16, the latter with the depth cut in 1, 4 and 8 parts whose results are added in FP32. Error is relative to FP64, in
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain.benchmark.machine import describe, headline
+from llmtrain.benchmark.machine import describe
 from llmtrain.benchmark.op import reason
-from llmtrain.benchmark.tables import table, write_page
 from llmtrain.benchmark.timing import milliseconds
+from llmtrain.storage.atomic import make_parent, write_json
 
 SIDE, DEPTH = 4096, 16384
 TILES = ((128, 128, 64, 4, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
@@ -74,23 +74,9 @@ def by_triton(a: Tensor, b: Tensor, half: bool, parts: int, tile: tuple[int, ...
     return run
 
 
-def markdown(data: dict[str, Any], source: str) -> str:
-    rows = []
-    for r in data["rows"]:
-        result = [f"{r['tflops']:.0f}", f"{r['error']:.2e}"] if "ms" in r else ["failed", r["reason"]]
-        rows.append([r["dtype"], r["sums"], str(r["parts"]), *result])
-    return "\n".join([
-        "# Sums in half precision", "",
-        f"Made by `scripts/bench/half_accumulate.py` from [{source}]({source}): {data['side']} x {data['side']} at "
-        f"depth {data['depth']}, forward, random normal data, cold L2; error against FP64 in norm.", "",
-        headline(data["machine"]), "",
-        *table(("numbers", "sums", "parts of the depth", "TFLOP/s", "error"), rows, numbers_from=2), "",
-    ])  # fmt: skip
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/half-accumulate.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/data/half-accumulate.json"), help="JSON")
     parser.add_argument("--quick", action="store_true", help="Few samples.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
@@ -124,8 +110,13 @@ def main() -> int:
     add(torch.float16, "FP32, Triton", 1, lambda a, b: [by_triton(a, b, False, 1, tile) for tile in tiles])
     for parts in (1, 4, 8):
         add(torch.float16, "fp16, Triton", parts, lambda a, b, n=parts: [by_triton(a, b, True, n, t) for t in tiles])
-    write_page(args.output, data, markdown)
-    return 1 if any("reason" in row for row in data["rows"]) else 0
+    make_parent(args.output)
+    write_json(args.output, data)
+    failed = [
+        f"{r['dtype']}, sums in {r['sums']}, {r['parts']} parts: {r['reason']}" for r in data["rows"] if "reason" in r
+    ]
+    print(f"FAILED: {'; '.join(failed)}" if failed else f"{len(data['rows'])} products")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

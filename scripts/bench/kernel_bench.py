@@ -12,7 +12,7 @@ from checks import COPY_BYTES_PER_S, Report
 from torch import Tensor
 
 from llmtrain.benchmark.rmsnorm_candidates import backward_candidates, forward_candidates
-from llmtrain.kernels import embedding, rotary
+from llmtrain.kernels import choice, embedding, rotary
 from llmtrain.kernels.rmsnorm_routes import COLUMNS
 
 # Modules that hold a function of their own name, which is what the package gives.
@@ -153,6 +153,10 @@ class Bench:
         """Errors in units of their tolerance: at most 1 where all is well."""
         held = all(excess <= 1 for excess in excesses.values())  # False for NaN too
         self.report.check(f"{op} against FP64", held, shape=shape, **excesses)
+
+    def check_ran(self, op: str, shape: str) -> None:
+        ran = choice.ran[op]
+        self.report.check(f"{op} by its kernel", ran == choice.TRITON, shape=shape, ran=ran)
 
     def time(self, op: str, shape: str, nbytes: int, build: Callable[[], Callable], tiles: str = "") -> None:
         """`build` makes a call with fresh random inputs; `nbytes` is what one call must read and write."""

@@ -296,8 +296,14 @@ def main() -> int:
             write(data, drawn=False)
             del inputs
     write(data, drawn=not args.smoke)
-    wrong = [r for r in data["rungs"] if r["status"] == "failed" or (not r["eight_bit"] and r["ulps"] > MOST_ULPS)]
-    return 1 if wrong else 0
+    wrong = []
+    for r in data["rungs"]:
+        if r["status"] == "failed":
+            wrong.append(f"{r['rung']}, {r['experts']} experts, {r['tokens']} tokens: {r['reason']}")
+        elif not (r["eight_bit"] or r["ulps"] <= MOST_ULPS):  # NaN too
+            wrong.append(f"{r['rung']}, {r['experts']} experts, {r['tokens']} tokens: off by {r['ulps']:.1f} ULP")
+    print(f"WRONG: {'; '.join(wrong)}" if wrong else "all rungs as they should be")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

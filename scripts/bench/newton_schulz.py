@@ -1,11 +1,12 @@
 """Newton-Schulz and whole updates of Muon: ours against torch.optim.Muon's, and their share of a training step.
 
     python scripts/bench/newton_schulz.py --config configs/102m.toml --batch-size 16 --config configs/1b.toml \\
-        --batch-size 4 --output docs/data/newton-schulz.json
+        --batch-size 4 [--output docs/data/newton-schulz.json]
 
 For each model: the same matrices (q, k, v, gate and up taken apart) made orthogonal one at a time by torch's function,
 launched as its optimizer does and as a CUDA graph, and by our stacks, captured as in a run; arms take turns, the figure
-is the median. Then the update of a run, and of how long a step of --tokens tokens it is. On a CPU, where the update
+is the median. Then the update of a run, and of how long a step of --tokens tokens it is. What the file holds of other
+models stays. On a CPU, where the update
 runs in FP32, it is a trial of the script. About 60 s of device time for the two models.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from checks import add_groups
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torchs
 
@@ -133,18 +135,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1 << 19, help="of the step that the share is of")
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("docs/data/newton-schulz.json"), help="JSON")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = {}
+    machine = describe(device.type == "cuda")
     for path, batch_size in zip(args.config, args.batch_size, strict=True):
         table = {"vocab_size": args.vocab_size, "max_seq_len": args.seq_len, **read_tables(path)["model"]}
         model = build(ModelConfig, {}, table, f"{path} [model]")
-        models[path.stem] = measure(model, batch_size, args.seq_len, args.tokens, args.rounds, device)
-        print(f"{path.stem}: {json.dumps(models[path.stem])}", flush=True)
-    result = {"machine": describe(device.type == "cuda"), "rounds": args.rounds, "models": models}
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        found = measure(model, batch_size, args.seq_len, args.tokens, args.rounds, device)
+        print(f"{path.stem}: {json.dumps(found)}", flush=True)
+        add_groups(args.output, {path.stem: {"machine": machine, "rounds": args.rounds, **found}})
 
 
 if __name__ == "__main__":

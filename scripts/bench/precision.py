@@ -223,14 +223,16 @@ def main() -> int:
         parser.error("there is no card here; --smoke runs a small model on the CPU, --page writes the page")
     arms = [arm for arm in (ON_CPU if args.smoke else ARMS) if not args.arm or arm.name in args.arm]
     names, picked = list(args.only or LADDERS), {arm.name for arm in arms}
-    data: dict[str, Any] = {"machine": describe(on_card), "arms": [arm.name for arm in arms], "runs": []}
+    machine, taken = describe(on_card), []
+    data: dict[str, Any] = {"arms": [arm.name for arm in arms], "runs": []}
     if args.add and before:
         data["runs"] = [r for r in before["runs"] if r["name"] not in names or r["arm"] not in picked]
         there = picked | {r["arm"] for r in data["runs"]}
         data["arms"] = [arm.name for arm in ARMS if arm.name in there]
 
     def keep(record: dict[str, Any]) -> None:
-        data["runs"].append(record)
+        taken.append(record | {"machine": machine})
+        data["runs"].append(taken[-1])
         write(data)
 
     with tempfile.TemporaryDirectory(prefix="precision-") as folder:
@@ -252,7 +254,9 @@ def main() -> int:
                 short = Path(name).stem if args.smoke else name
                 run_rung(short, arm, shape, timing, Path(folder), args.quick or args.smoke, keep)
     write(data, drawn=True)
-    return 1 if any(r["status"] == "failed" for r in data["runs"]) else 0
+    failed = [f"{r['name']} {r['arm']}: {r['reason']}" for r in taken if r["status"] == "failed"]
+    print(f"FAILED: {'; '.join(failed)}" if failed else f"{len(taken)} runs")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

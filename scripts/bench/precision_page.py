@@ -189,6 +189,15 @@ def checkpointing(data: dict[str, Any]) -> list[str]:
     return ["## With and without running blocks again", "", *table(header, rows, numbers_from=3), ""]
 
 
+def machines(runs: Runs) -> list[str]:
+    """What the runs were taken on: a line for each turn of the script, where there were several."""
+    rungs: dict[str, list[str]] = {}
+    for run in runs:
+        names = rungs.setdefault(headline(run["machine"]), [])
+        names += [run["name"]] if run["name"] not in names else []
+    return list(rungs) if len(rungs) == 1 else [f"- {', '.join(names)}: {line}" for line, names in rungs.items()]
+
+
 def page(data: dict[str, Any] | None, loss: dict[str, Any] | None, source: str, picture: str | None = None) -> str:
     runs = data["runs"] if data else []
     lines = ["# Eight-bit precision", "", INTRO, "## What it has to reach on one H200", ""]
@@ -207,7 +216,7 @@ def page(data: dict[str, Any] | None, loss: dict[str, Any] | None, source: str, 
             "on random tokens, each in a process of its own, each arm at its own fastest micro-batch. GiB is what "
             "tensors took at the peak. `c`: the machine was not idle.",
             "",
-            headline(data["machine"]),
+            *machines(runs),
             "",
         ]
         if picture:

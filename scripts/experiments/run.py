@@ -18,6 +18,7 @@ from typing import Any
 
 from llmtrain.benchmark.machine import describe
 from llmtrain.report.curves import VAL_LOSS, read_curve
+from llmtrain.storage.atomic import write_json
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.manifest import sha256_file
 
@@ -178,14 +179,16 @@ def main() -> None:
     since = time.perf_counter()
     prepare(args.data)
     experiment = Experiment(args.experiment, args)
+    output = args.output or args.experiment / "result.json"
     for name in args.only or experiment.by_name:
         if time.perf_counter() - since > args.budget:
             print(f"the budget is spent before {name}")
             break
-        experiment.train(name)
+        if not experiment.finished(name):
+            experiment.train(name)
+            write_json(output, experiment.result())  # so that what ends this process costs no run
     experiment.evaluate()
-    output = args.output or args.experiment / "result.json"
-    output.write_text(json.dumps(experiment.result(), indent=1) + "\n")
+    write_json(output, experiment.result())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.model.config import ModelConfig
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
+MACHINE = {"card": None, "cpu": "a", "cores": 1, "versions": {}, "system": "b", "contended": [], "taken": "now"}
 SHAPE = Shape(ModelConfig(vocab_size=64, max_seq_len=16), batch_size=8, seq_len=16)
 
 
@@ -28,13 +29,14 @@ def script(name: str) -> ModuleType:
 @pytest.mark.parametrize("name", ["kernel_ladder", "half_accumulate"])
 def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
     output = tmp_path / "page.md"
-    monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(output)])
+    source = tmp_path / "data" / ("page.json" if name == "kernel_ladder" else "half-accumulate.json")
+    monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(output if name == "kernel_ladder" else source)])
     assert script(name).main() == 0, capsys.readouterr().out
-    data = json.loads((tmp_path / "data" / "page.json").read_text())
-    text = output.read_text()
+    data = json.loads(source.read_text())
     if name == "kernel_ladder":
         assert [r["status"] for r in data["rungs"]] == ["ok"] * 5 and not [r for r in data["products"] if "reason" in r]
         assert all((r["relative_error"] > 0.01) == r["eight_bit"] for r in data["rungs"])
+        text = output.read_text()
         assert "times grouped and fused, bf16" in text and text.count("times loop over experts, bf16") == 1
     else:
         errors = {(r["dtype"], r["sums"], r["parts"]): r["error"] for r in data["rows"]}
@@ -42,10 +44,11 @@ def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
         assert errors["float16", "FP32, Triton", 1] < halves[0] < halves[1] < halves[2], "the longer the sum, the worse"
 
 
-def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monkeypatch, capsys):
-    check = script("check_fp8")
-    monkeypatch.setattr(sys, "argv", ["check_fp8", "--smoke"])
+def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monkeypatch, capsys, tmp_path):
+    check, output = script("check_fp8"), tmp_path / "fp8-check.json"
+    monkeypatch.setattr(sys, "argv", ["check_fp8", "--smoke", "--output", str(output)])
     assert check.main() == 0 and capsys.readouterr().out.count('"wrong": []') == 4
+    assert list(json.loads(output.read_text())["groups"]) == ["small", "4 experts"]
     right = check.FineWeight.multiply
     turned = lambda own, x, dtype: right(own, (x[0], x[1].roll(1, -1).contiguous()), dtype)  # noqa: E731
     monkeypatch.setattr(check.FineWeight, "multiply", turned)
@@ -97,19 +100,18 @@ def runs_of(name: str, arm: str, tok_per_s: float, batch_size: int = 16, **other
         "name": name, "arm": arm, "status": "ok", "tok_per_s": tok_per_s, "batch_size": batch_size, "seq_len": 2048,
         "checkpoint_activations": "none", "parameters": 2e9, "active": 1e9 if "moe" in name else 2e9, "contended": [],
         "allocated_gib": 1.0, "mfu": 0.4, "flops_per_token": 1e9, "precision": "fp8" if "fp8" in arm else "bf16",
-        **other,
+        "machine": MACHINE, **other,
     }  # fmt: skip
 
 
 def test_the_page_holds_what_was_measured_against_the_bar_and_says_what_was_not():
     page = script("precision_page")
-    machine = {"card": None, "cpu": "a", "cores": 1, "versions": {}, "system": "b", "contended": [], "taken": "now"}
     runs = [
         runs_of("1b", "bf16", 90_000), runs_of("1b", "bf16", 95_000, batch_size=32), runs_of("1b", "fp8", 121_500),
         runs_of("moe-1b", "bf16", 300_000), runs_of("200m", "bf16", 400_000, checkpoint_activations="full"),
         {**runs_of("1b", "torchao tensorwise", 0), "status": "absent", "reason": "torchao is not installed"},
     ]  # fmt: skip
-    data = {"machine": machine, "arms": ["bf16", "fp8", "torchao tensorwise"], "runs": runs}
+    data = {"arms": ["bf16", "fp8", "torchao tensorwise"], "runs": runs}
     text = page.page(data, None, "x.json")
     assert "| FP8 against our bf16, 1.04B, 16 x 2048 | 1.22 times | 1.3 times | 1.350 times: 121,500" in text
     assert "| 120,000 tok/s | 121,500 tok/s | goal reached |" in text
