@@ -35,7 +35,9 @@ def script(path: str) -> dict:
 PAGES = {
     "attention": lambda: script("bench/attention_backends.py")["page"](data("attention-backends") or {"groups": {}}),
     "baseline": lambda: sweep_markdown(data("baseline"), "data/baseline.json"),
+    "experiments": lambda: script("docs_experiments.py")["page"](ROOT / "scripts" / "experiments"),
     "head": lambda: script("bench/head_arms.py")["page"](data("head-arms") or None),
+    "kernels": lambda: script("docs_kernels.py")["page"](DOCS / "data"),
     "ops": lambda: script("docs_ops.py")["page"](DOCS / "data"),
     "memory": lambda: script("bench/memory_limit.py")["markdown"](data("memory"), "data/memory.json"),
     "profile-102m": lambda: profile_markdown(data("profile-102m")),
@@ -55,6 +57,11 @@ def test_a_page_is_what_its_script_makes_of_its_json(page, monkeypatch):
     assert (DOCS / f"{page}.md").read_text() == PAGES[page](), f"make docs/{page}.md anew"
 
 
+def test_the_page_of_activations_is_that_of_its_json_or_says_that_there_is_none():
+    text, source = (DOCS / "activations.md").read_text(), "data/activations.json"
+    assert text == sweep_markdown(data("activations"), source) if data("activations") else "Not measured yet" in text
+
+
 def cells(page: Path, first: str) -> list[list[str]]:
     """The rows of the table whose first row begins with `first`."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
@@ -70,16 +77,6 @@ def test_the_speeds_in_the_readme_are_those_of_the_peers_table():
         first_group = [row for row in cases[case] if row["status"] == "ok"][::-1]  # of two in a dict the last stays
         measured = {row["arm"]: f"{1 / seconds_per_token(row).pooled:,.0f}" for row in first_group}
         assert speeds == [measured.get(arm, "") for arm in arms]
-
-
-def test_the_kernels_in_the_lab_notes_are_those_of_their_json():
-    ratios: dict[str, list[str]] = {}
-    for record in json.loads((DOCS / "data/kernels.json").read_text()):
-        if "ratio" in record:
-            ratios.setdefault(record["op"], []).append(f"{record['ratio']:.2f}")
-    ops = ("rmsnorm forward, fork", "rmsnorm backward, residual", "rotary forward", "rotary backward")
-    shown = [row[1:] for row in cells(DOCS / "lab-notes.md", "kernel")]
-    assert shown == [ratios[op] for op in ops]
 
 
 def test_every_link_to_a_file_leads_somewhere():

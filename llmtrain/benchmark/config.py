@@ -242,6 +242,8 @@ class SweepRow:
 
     name: str
     shape: Shape
+    checkpoint_activations: CheckpointActivations | None = None
+    """None: as the sweep's timing says."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ LAST_LINES = 3
 
 def run_row(row: SweepRow, timing: TimingConfig, timeout: float) -> dict[str, Any]:
     """The result of one row, from a process of its own: `status` "ok", "oom" or "failed"."""
+    timing = replace(timing, checkpoint_activations=row.checkpoint_activations or timing.checkpoint_activations)
     request = json.dumps({"shape": asdict(row.shape), "timing": asdict(timing)})
     with tempfile.TemporaryDirectory(prefix="llmtrain-row-") as folder:
         answer = Path(folder) / "row.json"
@@ -65,7 +66,9 @@ def run_sweep(
         if result["status"] == "ok" and result["device_used_gib"] is not None and held_mib is not None:
             # mem_get_info sees the whole card: what was held before the row is not the row's.
             result["device_peak_gib"] = result["device_used_gib"] - held_mib / 1024
-        return row.as_dict() | {"contended": before} | model_figures(row.shape) | result
+        mode = row.checkpoint_activations or timing.checkpoint_activations
+        figures = model_figures(row.shape, mode)
+        return row.as_dict() | {"checkpoint_activations": mode, "contended": before} | figures | result
 
     for row in rows:
         data["rows"].append(taken(row))

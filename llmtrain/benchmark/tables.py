@@ -112,11 +112,40 @@ def dense_against_routed(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def without_against_with(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where a shape was measured with other ways of keeping activations too: a table of what they cost and save."""
+    shapes: list[dict[str, Any]] = []
+    for row in rows:
+        if row["shape"] not in shapes:
+            shapes.append(row["shape"])
+    cells = []
+    for shape in shapes:
+        ways = [row for row in rows if row["shape"] == shape]
+        if len({row.get("checkpoint_activations") for row in ways}) < 2:
+            continue
+        whole = next((w for w in ways if w["checkpoint_activations"] == "none" and w["status"] == "ok"), None)
+        for way in (way for way in ways if way["status"] == "ok"):
+            peak, planned = way["allocated_gib"], way["predicted_gib"]
+            cells.append([
+                way["name"], way["checkpoint_activations"], f"{way['tok_per_s']:,.0f}",
+                f"{way['tok_per_s'] / whole['tok_per_s']:.3f}" if whole else "",
+                figure(peak, ".2f"), f"{peak / whole['allocated_gib']:.3f}" if whole and peak else "",
+                figure(planned, ".2f"), f"{peak / planned - 1:+.1%}" if peak and planned else "",
+            ])  # fmt: skip
+    if not cells:
+        return []
+    header = (
+        "row", "`--checkpoint-activations`", "tok/s", "of `none`", "peak GiB", "of `none`", "predicted GiB", "off",
+    )  # fmt: skip
+    return ["## What activations cost", "", *table(header, cells, 2), "", "## All figures", ""]
+
+
 def sweep_markdown(data: dict[str, Any], source: str) -> str:
     """docs/baseline.md out of what `run_sweep` returned; `source` names the JSON file."""
     rows, replicate, timing = data["rows"], data["replicate"], data["timing"]
+    compared = without_against_with(rows)
     lines = [
-        "# Training throughput by shape",
+        "# Activations: kept, or made again" if compared else "# Training throughput by shape",
         "",
         f"Made by `llmtrain sweep` from [{source}]({source}); each row ran in a process of its own.",
         "",
@@ -128,6 +157,7 @@ def sweep_markdown(data: dict[str, Any], source: str) -> str:
     ]
     if len(rows) < data["planned"]:
         lines += [f"**Unfinished**: {len(rows)} of {data['planned']} rows.", ""]
+    lines += compared
     lines += table(SWEEP_HEADER, [sweep_cells(row) for row in rows])
     lines.append("")
     if replicate is not None and replicate["status"] == "ok":

@@ -1,14 +1,14 @@
 """`llmtrain sweep`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.cli.presets import preset_path
-from llmtrain.model.config import ModelConfig
+from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.storage.errors import InternalError, UsageError
 from llmtrain.storage.manifest import read_toml
 
@@ -18,11 +18,12 @@ EPILOG = """Example:
 """
 
 TABLES = {"sweep", "timing", "model", "rows"}
-ROW_KEYS = {"name", "batch_size", "seq_len", "accumulate", "model"}
+ROW_KEYS = {"name", "batch_size", "seq_len", "accumulate", "model", "checkpoint_activations"}
 
 
 def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
-    """The rows of a sweep's TOML file: [model] holds what they share, a row's own `model` what it changes."""
+    """The rows of a sweep's TOML file: [model] holds what they share, a row's own `model` what it changes; its
+    `checkpoint_activations` stands above that of [timing]."""
     unknown = sorted(set(tables) - TABLES)
     if unknown:
         raise UsageError(f"{path}: unknown table {unknown[0]!r}; known are {', '.join(sorted(TABLES))}")
@@ -41,7 +42,11 @@ def rows_from(tables: dict[str, Any], path: Path) -> list[SweepRow]:
             shape = Shape(model, row["batch_size"], row["seq_len"], row.get("accumulate", 1))
         except (ValueError, TypeError) as error:
             raise UsageError(f"{where}: {error}") from error
-        rows.append(SweepRow(row["name"], shape))
+        mode = row.get("checkpoint_activations")
+        if mode not in (None, *get_args(CheckpointActivations)):
+            known = ", ".join(get_args(CheckpointActivations))
+            raise UsageError(f"{where}: checkpoint_activations must be one of {known}, not {mode!r}")
+        rows.append(SweepRow(row["name"], shape, mode))
     return rows
 
 

@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from llmtrain.benchmark import row as row_process
 from llmtrain.benchmark import sweep
 from llmtrain.benchmark.config import Shape, SweepConfig, SweepRow, TimingConfig
 from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_table
+from llmtrain.cli.bench import what_to_run
 from llmtrain.cli.sweep import command, rows_from
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.flops import parameter_counts
@@ -140,6 +142,29 @@ def test_a_routed_row_is_compared_with_the_dense_row_of_its_shape(results):
     assert "d over r is 1,234 / 1,000 = 1.234, with 0.00M against" in text and " over o " not in text
 
 
+def test_rows_differ_in_what_they_make_again_and_a_table_says_what_it_costs(monkeypatch):
+    asked, rates = [], {"none": (1000.0, 4.0), "selective": (900.0, 3.0), "full": (750.0, 1.0)}
+
+    def measured(command, input, **_):
+        mode = json.loads(input)["timing"]["checkpoint_activations"]
+        asked.append(mode)
+        tok_per_s, peak = rates[mode]
+        answer = MEASURED | {"tok_per_s": tok_per_s, "allocated_gib": peak, "predicted_gib": peak / 1.01}
+        Path(command[-1]).write_text(json.dumps(answer))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sweep.subprocess, "run", measured)
+    rows = [SweepRow("as the timing", SHAPE), *(SweepRow(mode, SHAPE, mode) for mode in ("selective", "full"))]
+    rows.append(SweepRow("another shape", replace(SHAPE, batch_size=4)))
+    data = sweep.run_sweep(rows, SweepConfig(replicate=False), TIMING, False, lambda _: None)
+    assert asked == ["none", "selective", "full", "none"]
+    text = sweep_markdown(json.loads(json.dumps(data)), "x.json")
+    assert "| as the timing | none | 1,000 | 1.000 | 4.00 | 1.000 | 3.96 | +1.0% |" in text
+    assert "| full | full | 750 | 0.750 | 1.00 | 0.250 | 0.99 | +1.0% |" in text
+    assert "| another shape | none |" not in text and text.startswith("# Activations")
+    assert sweep_markdown(data | {"rows": data["rows"][:1]}, "x.json").startswith("# Training throughput")
+
+
 def test_a_contended_or_scattered_row_is_marked(results):
     told = results(MEASURED | {"spread": 0.06}, config=SweepConfig(replicate=False))
     row = told[-1]["rows"][0]
@@ -166,6 +191,10 @@ def test_memory_that_others_held_before_a_row_is_not_the_rows(results, monkeypat
         ("[[rows]]\nname='a'\nbatch_size=1\nseq_len=8\nmodel={d_mode=3}\n", "unknown key 'd_mode'"),
         ("[[rows]]\nname='a'\nbatch_size=0\nseq_len=8\nmodel={vocab_size=9}\n", "batch_size must be above 0, not 0"),
         ("[[rows]]\nname='a'\nbatch_size=1\nseq_len=8\n", "vocab_size"),
+        (
+            "[[rows]]\nname='a'\nbatch_size=1\nseq_len=8\nmodel={vocab_size=9}\ncheckpoint_activations='some'\n",
+            "row 1: checkpoint_activations must be one of none, selective, full, not 'some'",
+        ),
         ("[sweep]\n", "has no \\[\\[rows\\]\\]"),
         ("[swep]\n", "unknown table 'swep'"),
     ],
@@ -208,3 +237,9 @@ def test_the_presets_of_the_sweep_have_the_shapes_they_name():
     assert replace(rows[6].shape.model, d_model=512, n_layers=8) != rows[2].shape.model
     cpu = path.with_name("sweep-cpu.toml")
     assert len(rows_from(tomllib.loads(cpu.read_text()), cpu)) == 6
+    path = path.with_name("sweep-activations.toml")
+    rows = rows_from(tomllib.loads(path.read_text()), path)
+    assert [row.checkpoint_activations for row in rows] == ["none", "selective", "full"] * 2
+    for row, preset in ((rows[0], "102m"), (rows[3], "1b")):
+        shape = what_to_run({}, preset, row.shape.batch_size, None, 1)[0]
+        assert row.shape == shape, "the preset's, at its own micro-batch"

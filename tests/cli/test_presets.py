@@ -33,7 +33,7 @@ def test_a_file_and_a_preset_of_ones_own_go_before():
 def test_a_name_that_is_none_is_told_those_there_are():
     with pytest.raises(InputMissing, match="^31mm: no such file: .* or name a preset: .*102m, .*demo"):
         preset_path("31mm")
-    with pytest.raises(InputMissing, match="name a preset: sweep, sweep-cpu$"):
+    with pytest.raises(InputMissing, match="name a preset: sweep, sweep-activations, sweep-cpu$"):
         preset_path("sweeps", of_sweep=True)
 
 
