@@ -1,16 +1,20 @@
 """All figures of one card in one go, those that most rests on first: each script that measures, and what it took.
 
     python scripts/bench/card.py [--tokens data/corpus.u16] [--seconds 540] [--only NAME ...] [--gather FOLDER] [--list]
+    python scripts/bench/card.py --missing             # only what docs/ does not hold yet
     python scripts/bench/card.py --cards 0 1 ...       # two cards: each takes the next part when it is free
 
-Each part is a script of its own that writes its page and JSON into docs/; a part is not begun where what is left of
---seconds is less than it should take, and is ended where it takes twice that, so a lease of any length is used up and a
-later call does the rest: `--skip` or `--only` names parts. With several cards each part has one of them, but for those
-that measure several, which come first; parts that write one page never run at once. --gather copies every file of docs/
-that changed, and each part's output, after each part. Exits 1 where a part failed: its last line stands beside it.
+Each part is a script of its own that writes its JSON into docs/, and its page, or a second script makes that of it.
+Parts whose result docs/ lacks come first. A part is not begun where what is left of --seconds is less than it should
+take, and is ended where it takes twice that, so a lease of any length is used up and a later call does the rest:
+`--skip` or `--only` names parts. Experiments go on where an earlier call ended, if runs/gathered is still there. With
+several cards each part has one of them, but for those that measure several, which come first; parts that write one file
+never run at once. --gather copies every result that changed, and each part's output, after each part. Exits 1 where a
+part failed: its last line stands beside it.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -20,8 +24,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ("docs", "scripts/experiments", "runs/gathered")
+PAGE_SECONDS = 60
+ROUTES = "llmtrain/kernels/rmsnorm_table.py"
+"""Beside those folders: what rmsnorm_routes.py writes."""
+
+
+KERNELS, OPS = ("scripts/docs_kernels.py",), ("scripts/docs_ops.py",)
+LADDERS = ("scripts/bench/precision.py --page", "scripts/bench/kernel_ladder.py --page")
+EXPERIMENTS = ("scripts/docs_experiments.py",)
 
 
 @dataclass(frozen=True)
@@ -31,80 +45,175 @@ class Part:
     """That it should take on one H200."""
     words: str
     """Behind `python`; TOKENS stands for a token file."""
-    needs_tokens: bool = False
+    result: str
+    """The JSON it writes, below the root, and what of it is its own: keys, or names of entries."""
+    pages: tuple[str, ...] = ()
+    """What makes the pages that take in its JSON, where its own script does not."""
     cards: int = 1
+    in_turns: int = 0
+    """Of what goes on where an earlier call ended: seconds without which nothing is begun. It takes a --budget."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        return "TOKENS" in self.words
 
     @property
     def writes(self) -> str:
-        """What only one part at a time may write: a script's page. Peers write theirs under a lock."""
+        """What only one part at a time may write: a script's file. Peers write theirs under a lock."""
         script = self.words.split(" --")[0]
         return self.name if script.endswith("/peers.py") else script
+
+    @property
+    def measured(self) -> bool:
+        """Whether its result is there, with the machine it was taken on, and whole."""
+        path, _, keys = self.result.partition(": ")
+        data = json.loads((ROOT / path).read_text()) if (ROOT / path).exists() else None
+        return all(whole(entry_of(data, key)) for key in keys.split(", ")) if keys else whole(data)
+
+
+def entry_of(data: Any, key: str) -> Any:
+    """What stands under a key, or is called so, anywhere in `data`; None where nothing is."""
+    if isinstance(data, dict):
+        if isinstance(data.get(key), (dict, list)) or data.get("name") == key:
+            return data.get(key, data)
+        data = list(data.values())
+    found = (entry_of(one, key) for one in data) if isinstance(data, list) else ()
+    return next((entry for entry in found if entry is not None), None)
+
+
+def whole(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return bool(entry)
+    cut_short = bool(entry.get("missing")) or len(entry.get("rows", ())) < entry.get("planned", 0)
+    return not cut_short and entry.get("machine", True) is not None
 
 
 PARTS = [
     # Several cards.
-    Part("scaling", 150, "scripts/bench/parallel.py --rows weak-1 weak-8 strong --output docs/scaling.md", cards=2),
     Part(
-        "scaling-1b", 200,
-        "scripts/bench/parallel.py --rows fsdp-1b ddp-1b pipeline-1b --bursts 3 --output docs/scaling.md", cards=2,
+        "scaling", 130, "scripts/bench/parallel.py --rows weak-1 weak-8 strong --output docs/scaling.md",
+        "docs/data/scaling.json: weak-1, weak-8, strong", cards=2,
     ),
-    Part("scaling-checks", 180, "scripts/bench/parallel.py --checks --output docs/scaling.md", cards=2),
+    Part(
+        "scaling-1b", 250,
+        "scripts/bench/parallel.py --rows fsdp-1b ddp-1b pipeline-1b --bursts 3 --output docs/scaling.md",
+        "docs/data/scaling.json: fsdp-1b, ddp-1b, pipeline-1b", cards=2,
+    ),
+    Part(
+        "scaling-checks", 190, "scripts/bench/parallel.py --checks --output docs/scaling.md",
+        "docs/data/scaling.json: checks", cards=2,
+    ),
     # The step against its peers, and whether a run reaches it.
-    Part("peers-4x1024", 90, "scripts/bench/peers.py --case 102m-4x1024"),
-    Part("peers-64x1024", 120, "scripts/bench/peers.py --case 102m-64x1024"),
-    Part("peers-1b", 200, "scripts/bench/peers.py --case 1b-16x2048"),
-    Part("peers-361m", 140, "scripts/bench/peers.py --case 361m-32x1024"),
-    Part(
-        "peers-accumulation", 120, "scripts/bench/peers.py --case 102m-accumulation --case 102m-deterministic",
-    ),
     *(
-        Part(f"peers-{shape}", 80, f"scripts/bench/peers.py --case 102m-{shape}")
-        for shape in ("1x512", "1x1024", "4x512", "8x512")
+        Part(f"peers-{name}", seconds, f"scripts/bench/peers.py --case {case}", f"docs/data/peers.json: {case}")
+        for name, case, seconds in (
+            ("4x1024", "102m-4x1024", 190), ("64x1024", "102m-64x1024", 190), ("1b", "1b-16x2048", 280),
+            ("361m", "361m-32x1024", 190), ("1x1024", "102m-1x1024", 190), ("4x512", "102m-4x512", 190),
+            ("8x512", "102m-8x512", 190), ("1x512", "102m-1x512", 190),
+        )
     ),
-    Part("sweep", 150, "-m llmtrain sweep --output docs/baseline.md"),
-    Part("step-checks", 200, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md", True),
-    Part("train-rate", 160, "scripts/bench/train_rate.py --tokens TOKENS --output docs/train-rate.md", True),
-    Part("profile-102m", 30, "-m llmtrain bench profile --config 102m --output docs/profile-102m.md"),
-    Part("profile-1b", 40, "-m llmtrain bench profile --config 1b --accumulate 1 --output docs/profile-1b.md"),
+    Part(
+        "peers-accumulation", 210, "scripts/bench/peers.py --case 102m-accumulation --case 102m-deterministic",
+        "docs/data/peers.json: 102m-accumulation, 102m-deterministic",
+    ),
+    Part("sweep", 110, "-m llmtrain sweep --output docs/baseline.md", "docs/data/baseline.json"),
+    Part(
+        "activations", 120, "-m llmtrain sweep --config sweep-activations --output docs/activations.md",
+        "docs/data/activations.json",
+    ),
+    Part(
+        "step-checks", 240, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md",
+        "docs/data/step-checks.json",
+    ),
+    Part(
+        "train-rate", 160, "scripts/bench/train_rate.py --tokens TOKENS --output docs/train-rate.md",
+        "docs/data/train-rate.json: bench step --tokens",
+    ),
+    Part(
+        "profile-102m", 30, "-m llmtrain bench profile --config 102m --output docs/profile-102m.md",
+        "docs/data/profile-102m.json",
+    ),
+    Part(
+        "profile-1b", 35, "-m llmtrain bench profile --config 1b --accumulate 1 --output docs/profile-1b.md",
+        "docs/data/profile-1b.json",
+    ),
     # Runs that nothing kills.
     Part(
-        "reliability", 120,
-        "scripts/faults/card.py --tokens TOKENS --folder /dev/shm --output docs/data/reliability-card.json", True,
+        "reliability", 80,
+        "scripts/faults/card.py --tokens TOKENS --folder /dev/shm --output docs/data/reliability-card.json",
+        "docs/data/reliability-card.json", ("scripts/faults/all.py --render",),
     ),
-    Part("memory-102m", 90, "scripts/bench/memory_limit.py --case 102m --output docs/memory.md"),
-    Part("memory-1b", 120, "scripts/bench/memory_limit.py --case 1b --output docs/memory.md"),
+    *(
+        Part(
+            f"memory-{case}", seconds, f"scripts/bench/memory_limit.py --case {case} --output docs/memory.md",
+            f"docs/data/memory.json: {case}",
+        )
+        for case, seconds in (("102m", 80), ("1b", 120))
+    ),
     # Ops.
-    Part("kernels", 60, "scripts/bench/check_kernels.py --only rmsnorm"),
-    Part("rmsnorm-routes", 75, "scripts/bench/rmsnorm_routes.py --quick"),
-    Part("ops", 140, "scripts/bench/ops.py"),
-    Part("attention-check", 60, "scripts/bench/check_attention.py"),
-    Part("attention-bars", 80, "scripts/bench/attention_backends.py --only bars"),
-    Part("attention-kv", 80, "scripts/bench/attention_backends.py --only kv"),
-    Part("attention-padding", 40, "scripts/bench/attention_backends.py --only padding"),
-    Part("attention-windows", 150, "scripts/bench/attention_backends.py --only windows"),
-    Part("attention-blocks", 130, "scripts/bench/attention_blocks.py"),
-    Part("head", 60, "scripts/bench/head_arms.py"),
+    Part("kernels", 20, "scripts/bench/check_kernels.py --only rmsnorm", "docs/data/kernels.json: rmsnorm", KERNELS),
+    Part("rmsnorm-routes", 75, "scripts/bench/rmsnorm_routes.py --quick", "docs/data/rmsnorm-routes.json", OPS),
+    *(
+        Part(f"ops-{part}", seconds, f"scripts/bench/ops.py --only {part}", f"docs/data/ops-{part}.json", OPS)
+        for part, seconds in (("rmsnorm", 80), ("crossover", 25), ("swiglu", 25), ("gemm", 15))
+    ),
+    Part(
+        "attention-check", 40, "scripts/bench/check_attention.py", "docs/data/attention.json: results, times", KERNELS,
+    ),
+    *(
+        Part(
+            f"attention-{group}", seconds, f"scripts/bench/attention_backends.py --only {group}",
+            f"docs/data/attention-backends.json: {group}",
+        )
+        for group, seconds in (("bars", 80), ("kv", 80), ("padding", 40), ("windows", 150))
+    ),
+    Part(
+        "attention-blocks", 130, "scripts/bench/attention_blocks.py",
+        "docs/data/attention-blocks.json: 64-long, 64-short, 128-long, 128-short", KERNELS,
+    ),
+    Part("head", 60, "scripts/bench/head_arms.py", "docs/data/head-arms.json"),
+    Part("head-check", 60, "scripts/bench/check_head.py", "docs/data/head.json: adamw, cross_entropy, head", KERNELS),
+    Part(
+        "kernels-others", 60, "scripts/bench/check_kernels.py --only swiglu --only rotary --only embedding",
+        "docs/data/kernels.json: swiglu, rotary, embedding", KERNELS,
+    ),
     # Eight bits and experts.
-    Part("fp8-check", 40, "scripts/bench/check_fp8.py --quick"),
-    Part("precision-1b", 150, "scripts/bench/precision.py --only 1b --quick --add"),
-    Part("experts", 90, "scripts/bench/kernel_ladder.py --quick"),
-    Part("precision-moe-1b", 120, "scripts/bench/precision.py --only moe-1b --quick --add"),
-    Part("half-accumulate", 30, "scripts/bench/half_accumulate.py"),
-    Part("fp8-loss", 540, "scripts/experiments/run.py scripts/experiments/fp8-102m"),
+    Part("fp8-check", 40, "scripts/bench/check_fp8.py --quick", "docs/data/fp8-check.json", KERNELS),
+    Part(
+        "precision-1b", 150, "scripts/bench/precision.py --only 1b --quick --add", "docs/data/precision.json: 1b",
+        LADDERS,
+    ),
+    Part("experts", 90, "scripts/bench/kernel_ladder.py --quick", "docs/data/experts.json", LADDERS),
+    Part(
+        "precision-moe-1b", 120, "scripts/bench/precision.py --only moe-1b --quick --add",
+        "docs/data/precision.json: moe-1b", LADDERS,
+    ),
+    Part("half-accumulate", 30, "scripts/bench/half_accumulate.py", "docs/data/half-accumulate.json", KERNELS),
+    Part(
+        "fp8-loss", 540, "scripts/experiments/run.py scripts/experiments/fp8-102m",
+        "scripts/experiments/fp8-102m/result.json", (*EXPERIMENTS, *LADDERS), in_turns=100,
+    ),
     # Fewer tokens to the same loss.
     Part(
         "newton-schulz", 60,
         "scripts/bench/newton_schulz.py --config configs/102m.toml --batch-size 16 --config configs/1b.toml "
-        "--batch-size 4 --output docs/data/newton-schulz.json",
+        "--batch-size 4", "docs/data/newton-schulz.json: 102m, 1b", KERNELS,
     ),
-    Part("muon", 720, "scripts/experiments/run.py scripts/experiments/muon-102m"),
-    Part("stable-average", 240, "scripts/experiments/run.py scripts/experiments/stable-average-31m"),
-    Part("mxfp8-loss", 240, "scripts/experiments/run.py scripts/experiments/mxfp8-31m"),
+    *(
+        Part(
+            name, seconds, f"scripts/experiments/run.py scripts/experiments/{folder}",
+            f"scripts/experiments/{folder}/result.json", EXPERIMENTS, in_turns=one_run,
+        )
+        for name, folder, seconds, one_run in (
+            ("muon", "muon-102m", 720, 110), ("stable-average", "stable-average-31m", 240, 60),
+            ("mxfp8-loss", "mxfp8-31m", 240, 80),
+        )
+    ),
 ]  # fmt: skip
 
 
 def docs_now() -> dict[Path, float]:
-    found = [*(ROOT / "docs").rglob("*"), *(ROOT / "scripts" / "experiments").glob("*/result.json")]
+    found = [path for folder in RESULTS for path in (ROOT / folder).rglob("*")] + [ROOT / ROUTES]
     return {path: path.stat().st_mtime for path in found if path.is_file()}
 
 
@@ -120,21 +229,27 @@ def gather(folder: Path, before: dict[Path, float]) -> None:
 def run(part: Part, tokens: Path | None, log: Path, left: float, cards: Sequence[str] = ()) -> tuple[int, float]:
     """Its exit status, 124 where it was ended, and its seconds."""
     words = part.words.replace("TOKENS", str(tokens)).split()
+    if part.in_turns:
+        words += ["--budget", f"{left - part.in_turns:.0f}"]
     if part.cards > 1:
         words += ["--ranks", str(part.cards)]
     begin = time.monotonic()
     with log.open("w") as out:
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
-        try:
-            done = subprocess.run(
-                [sys.executable, *words], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
-                timeout=min(2 * part.seconds, left),
-            )  # fmt: skip
-            status = done.returncode
-        except subprocess.TimeoutExpired:
-            status = 124
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
+        status = python(words, min(2 * part.seconds, left), out, chosen)
     return status, time.monotonic() - begin
+
+
+def python(words: Sequence[str], timeout: float, stdout: IO[str], environment: dict[str, str]) -> int:
+    """The exit status of a script here, 124 where it was ended."""
+    here = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
+    try:
+        return subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=here | environment, stdout=stdout, stderr=subprocess.STDOUT,
+            timeout=timeout,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 124
 
 
 class Lease:
@@ -144,7 +259,7 @@ class Lease:
         self.args, self.waiting, self.folder = args, parts, folder
         self.end, self.before = time.monotonic() + args.seconds, docs_now()
         self.running: list[Part] = []
-        self.changed = threading.Condition()
+        self.changed, self.pages = threading.Condition(), threading.Lock()
         self.failed = False
 
     def tell(self, part: Part, text: str) -> None:
@@ -163,12 +278,20 @@ class Lease:
                 left = self.end - time.monotonic()
                 if part.needs_tokens and self.args.tokens is None:
                     self.tell(part, "left out: give --tokens")
-                elif left < part.seconds:
-                    self.tell(part, f"left out: should take {part.seconds} s, {max(left, 0):.0f} s are left")
+                elif left < (needed := part.in_turns or part.seconds):
+                    self.tell(part, f"left out: should take {needed} s, {max(left, 0):.0f} s are left")
                 else:
                     self.running.append(part)
                     return part
         return None
+
+    def make_pages(self, part: Part) -> None:
+        """Of all JSON that there is now; one part at a time, since parts of several scripts share pages."""
+        with self.pages, (self.folder / "pages.log").open("a") as out:
+            for words in part.pages:
+                if status := python(words.split(), PAGE_SECONDS, out, {}):
+                    self.failed = True
+                    self.tell(part, f"EXIT {status}: {words}")
 
     def use(self, cards: list[str]) -> None:
         """Runs parts on these cards until none is left."""
@@ -176,6 +299,7 @@ class Lease:
             log = self.folder / f"{part.name}.log"
             status, seconds = run(part, self.args.tokens, log, self.end - time.monotonic(), cards)
             last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
+            self.make_pages(part)
             with self.changed:
                 self.running.remove(part)
                 self.failed |= status != 0
@@ -192,14 +316,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
     parser.add_argument("--only", action="append", choices=names, help="a part; may be repeated")
     parser.add_argument("--skip", action="append", choices=names, default=[], help="a part; may be repeated")
+    parser.add_argument("--missing", action="store_true", help="only parts whose result docs/ lacks")
     parser.add_argument("--gather", type=Path, help="folder for copies of what changed, and the parts' output")
     parser.add_argument("--cards", nargs="+", default=[], help="cards to use, as in CUDA_VISIBLE_DEVICES; default: all")
     parser.add_argument("--list", action="store_true", help="say the parts and what they should take")
     args = parser.parse_args()
     asked = [part for part in PARTS if part.name in (args.only or names) and part.name not in args.skip]
+    asked = [part for part in sorted(asked, key=lambda part: part.measured) if not (args.missing and part.measured)]
     if args.list:
         for part in asked:
-            print(f"{part.name:18} {part.seconds:4} s  {part.words}")
+            print(f"{part.name:18} {part.seconds:4} s  {'' if part.measured else 'missing':7}  {part.words}")
+        missing = [part for part in asked if not part.measured]
+        print(f"{sum(part.seconds for part in missing)} s for {len(missing)} that are missing, "
+              f"{sum(part.seconds for part in asked)} s for all {len(asked)}")  # fmt: skip
         return 0
     folder = args.gather or ROOT / "runs" / "card"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The script that takes all figures of a card in turn."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def test_each_part_is_a_script_or_a_command_that_is_there(card):
         assert (card.ROOT / script).is_file() or script == "-m", part.name
         for word in words:
             assert not word.startswith(("scripts/", "configs/")) or (card.ROOT / word).exists(), part.name
-        assert ("TOKENS" in part.words) == part.needs_tokens, part.name
+        for page in part.pages:
+            assert (card.ROOT / page.split()[0]).is_file(), part.name
+        assert part.result.startswith(("docs/data/", "scripts/experiments/")), part.name
     assert len({part.name for part in card.PARTS}) == len(card.PARTS)
 
 
@@ -34,8 +37,9 @@ def test_parts_run_in_order_while_time_is_left_and_one_that_fails_is_told(card, 
     (tmp_path / "docs" / "old.md").write_text("old")
     (tmp_path / "good.py").write_text("open('docs/data/new.json', 'w').write('{}'); print('a figure')")
     (tmp_path / "bad.py").write_text("raise SystemExit('bad: no card')")
+    (tmp_path / "page.py").write_text("open('docs/new.md', 'w').write('made of the JSON')")
     parts = [("good", 9, "good.py"), ("bad", 9, "bad.py"), ("long", 900, "good.py"), ("short", 9, "good.py TOKENS")]
-    monkeypatch.setattr(card, "PARTS", [card.Part(*part, needs_tokens="TOKENS" in part[2]) for part in parts])
+    monkeypatch.setattr(card, "PARTS", [card.Part(*part, "docs/none.json", ("page.py",)) for part in parts])
     monkeypatch.setattr(sys, "argv", ["card.py", "--seconds", "300", "--gather", str(tmp_path / "out")])
     assert card.main() == 1
     said = capsys.readouterr().out.splitlines()
@@ -44,13 +48,13 @@ def test_parts_run_in_order_while_time_is_left_and_one_that_fails_is_told(card, 
     assert "EXIT 1" in said[1] and said[1].endswith("bad: no card")
     assert "should take 900 s" in said[2] and "give --tokens" in said[3]
     gathered = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert gathered == {"docs/data/new.json", "good.log", "bad.log"}
+    assert gathered == {"docs/data/new.json", "docs/new.md", "good.log", "bad.log", "pages.log"}
 
 
 def test_a_part_that_hangs_is_ended(card, tmp_path, monkeypatch):
     monkeypatch.setattr(card, "ROOT", tmp_path)
     (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
-    assert card.run(card.Part("hangs", 1, "hangs.py"), None, tmp_path / "log", 0.5)[0] == 124
+    assert card.run(card.Part("hangs", 1, "hangs.py", "docs/none.json"), None, tmp_path / "log", 0.5)[0] == 124
 
 
 def test_two_cards_work_side_by_side_but_not_on_one_page(card, tmp_path, monkeypatch, capsys):
@@ -65,7 +69,7 @@ def test_two_cards_work_side_by_side_but_not_on_one_page(card, tmp_path, monkeyp
             "print('begin', what, file=log); time.sleep(0.5); print('end', what, file=log); print(what)"
         )
     parts = [("a1", "a.py --of 1", 1), ("a2", "a.py --of 2", 1), ("b", "b.py", 1), ("both", "c.py", 2)]
-    monkeypatch.setattr(card, "PARTS", [card.Part(name, 9, words, cards=n) for name, words, n in parts])
+    monkeypatch.setattr(card, "PARTS", [card.Part(name, 9, words, "no.json", cards=n) for name, words, n in parts])
     monkeypatch.setattr(sys, "argv", ["card.py", "--cards", "0", "1", "--gather", str(tmp_path / "out")])
     assert card.main() == 0
     log = (tmp_path / "log").read_text().splitlines()
@@ -74,3 +78,37 @@ def test_two_cards_work_side_by_side_but_not_on_one_page(card, tmp_path, monkeyp
     assert {line.split(" on ")[1] for line in log[2:4]} == {"0", "1"}
     a = [line.split(" on ")[0] for line in log if "a.py" in line]
     assert a == ["begin a.py --of 1", "end a.py --of 1", "begin a.py --of 2", "end a.py --of 2"]
+
+
+def test_what_is_missing_comes_first_and_is_summed_up(card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    data = {
+        "cases": [{"name": "4x1024", "strong": True}],
+        "groups": {"old": {"machine": None, "records": [1]}, "new": {"machine": {"cpu": "a"}, "records": [1]}},
+    }
+    (tmp_path / "kept.json").write_text(json.dumps(data))
+    (tmp_path / "cut.json").write_text('{"machine": {}, "planned": 3, "rows": [1, 2]}')
+    (tmp_path / "some.json").write_text('{"missing": ["a run"], "runs": {}}')
+    results = {
+        "there": "kept.json: 4x1024", "both": "kept.json: 4x1024, new", "machine not kept": "kept.json: old",
+        "not an entry": "kept.json: strong", "cut short": "cut.json", "a run short": "some.json", "none": "none.json",
+    }  # fmt: skip
+    monkeypatch.setattr(card, "PARTS", [card.Part(name, 10, "x.py", result) for name, result in results.items()])
+    missing = ["machine not kept", "not an entry", "cut short", "a run short", "none"]
+    for more, names in (([], [*missing, "there", "both"]), (["--missing"], missing)):
+        monkeypatch.setattr(sys, "argv", ["card.py", "--list", *more])
+        assert card.main() == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert [line.split("  ")[0] for line in lines] == [name[:18].rstrip() for name in names]
+        assert last == f"50 s for 5 that are missing, {10 * len(names)} s for all {len(names)}"
+
+
+def test_what_goes_on_where_it_ended_is_begun_with_little_time_and_told_how_much(card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "runs.py").write_text("import sys; print(*sys.argv[1:])")
+    parts = [card.Part("runs", 900, "runs.py", "r.json", in_turns=60), card.Part("whole", 900, "runs.py", "r.json")]
+    monkeypatch.setattr(card, "PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["card.py", "--seconds", "100", "--gather", str(tmp_path / "out")])
+    assert card.main() == 0
+    runs, whole = capsys.readouterr().out.splitlines()
+    assert runs.endswith(": --budget 40") and "should take 900 s" in whole
