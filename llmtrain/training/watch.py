@@ -124,7 +124,9 @@ class Watch(threading.Thread):
             torch.cuda.set_device(self.device)  # a thread begins on card 0
         left = (self.rank - 1) % self.size
         seen, since, store_lost = "", time.monotonic(), 0.0
-        while not self._over.wait(BEAT):
+        pause = 0.0  # the first beat at once: small steps may be over, and a rank lost, before another would come
+        while not self._over.wait(pause):
+            pause = BEAT
             now = time.monotonic()
             try:
                 self._beat()
@@ -187,6 +189,9 @@ class Watch(threading.Thread):
         fewest = min((beat["sums"] for beat in beats.values()), default=0)
         behind = [rank for rank, beat in beats.items() if beat["sums"] == fewest]
         where = f"for {seconds:.0f} s, in step {self.step + 1}"
+        absent = [rank for rank in range(self.size) if rank not in beats]
+        if beats and absent:
+            return f"{self._named(absent[0])} has given no sign of life yet: nobody has gone on {where}"
         if len(behind) > 1:
             # Ranks that share a model out wait for each other before the sum too. Of those that look here at the same
             # time each must go on giving signs of life, or they take one another for dead.

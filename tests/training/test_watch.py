@@ -53,6 +53,24 @@ def test_one_whose_signs_of_life_have_ended_is_named_as_dead_or_frozen(pair):
     assert " is dead or frozen: nobody has gone on for 3 s" in pair[1]._stuck(3.0)
 
 
+def test_one_that_was_lost_before_its_first_sign_of_life_is_named(ranks_of):
+    ranks = ranks_of(2)
+    ranks[0]._beat()
+    assert ranks[0]._stuck(3.0).startswith("rank 1 on ")
+    assert " has given no sign of life yet: nobody has gone on for 3 s" in ranks[0]._stuck(3.0)
+
+
+def test_the_first_sign_of_life_does_not_wait_for_a_beat(ranks_of, monkeypatch):
+    monkeypatch.setattr(watch, "BEAT", 60.0)
+    rank = ranks_of(1)[0]
+    rank.start()
+    ends = time.monotonic() + 20
+    while not rank._read_beats() and time.monotonic() < ends:
+        time.sleep(0.01)
+    rank._over.set()
+    assert 0 in rank._read_beats()
+
+
 def test_of_stages_that_have_not_reached_a_sum_that_another_has_the_one_is_named_that_does_not_wait(ranks_of):
     waits, hangs, done = ranks_of(3)
     waits.waits = True
