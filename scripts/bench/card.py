@@ -96,14 +96,18 @@ PARTS = [
     ),
     Part(
         "scaling-1b", 250,
-        "scripts/bench/parallel.py --rows fsdp-1b ddp-1b pipeline-1b --bursts 3 --output docs/scaling.md",
-        "docs/data/scaling.json: fsdp-1b, ddp-1b, pipeline-1b", cards=2,
+        "scripts/bench/parallel.py --rows fsdp-1b fsdp-1b-kept ddp-1b pipeline-1b --bursts 3 "
+        "--output docs/scaling.md",
+        "docs/data/scaling.json: fsdp-1b, fsdp-1b-kept, ddp-1b, pipeline-1b", cards=2,
     ),
     Part(
         "scaling-checks", 190, "scripts/bench/parallel.py --checks --output docs/scaling.md",
         "docs/data/scaling.json: checks", cards=2,
     ),
     # The step against its peers, and whether a run reaches it.
+    Part(
+        "same-bits", 100, "scripts/bench/same_bits.py --output docs/data/same-bits.json", "docs/data/same-bits.json"
+    ),
     *(
         Part(f"peers-{name}", seconds, f"scripts/bench/peers.py --case {case}", f"docs/data/peers.json: {case}")
         for name, case, seconds in (
