@@ -9,7 +9,7 @@ import click
 
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.cli.presets import complete_preset, preset_path
-from llmtrain.storage.errors import Diverged, StopRequested, UsageError
+from llmtrain.storage.errors import BadData, Diverged, StopRequested, UsageError
 from llmtrain.storage.manifest import read_toml
 from llmtrain.training.config import (
     SECTIONS,
@@ -70,7 +70,9 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
     where = str(config_file) if config_file else ""
     given = keep_the_step(given, tables["run"])
     if resume:
-        run_dir = build(RunConfig, given, tables["run"], where).run_dir
+        # Of all else the checks would be made against defaults, where the run has values of its own.
+        on_line, of_file = ({k: v for k, v in of.items() if k == "run_dir"} for of in (given, tables["run"]))
+        run_dir = build(RunConfig, on_line, of_file, where).run_dir
         of_run, saved = saved_tables(run_dir)
         if saved is not None:
             where = of_run
@@ -109,7 +111,12 @@ def saved_tables(run_dir: Path) -> tuple[str, Tables | None]:
     checkpoint was made with; None where there is neither."""
     path = run_dir / "config.toml"
     if os.path.lexists(path):
-        return str(path), read_tables(path)
+        try:
+            return str(path), read_tables(path)
+        except (BadData, UsageError) as error:
+            if not list((run_dir / "checkpoints").glob("step-*")):
+                raise
+            raise type(error)(f"{error}, or remove {path}: the checkpoints hold its settings too") from None
     if not os.path.isdir(run_dir):
         return "", None
     from llmtrain.training import checkpoint

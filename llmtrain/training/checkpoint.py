@@ -318,7 +318,8 @@ def restore_newest(
 
     Newer ones that are not are renamed to `*.corrupt`, so that they are neither counted nor met again. What `check`
     raises of the state of a sound one ends it: a checkpoint of another run is no damaged one of this. Raises BadData
-    where there are several and none is sound, and leaves them in their place: that is more than a crash does.
+    where there are several and none is sound, those set aside before counted, and leaves them in their place: that is
+    more than a crash does.
     together: ranks that load each its own part of one checkpoint, which is sound where all say so.
     """
     together = together or Together()
@@ -341,11 +342,12 @@ def restore_newest(
         except (BadData, StorageFailure) as error:  # what the disk does not give back is as lost as what it alters
             damaged[folder] = error
             states.clear()
-    if not states and len(damaged) > 1:
+    aside = together.by_first(lambda: len(list((run_dir / "checkpoints").glob("step-*.corrupt"))))
+    if damaged and not states and len(damaged) + aside > 1:
         first = next(iter(damaged.values()))
         raise BadData(
-            f"{first} (none of the {len(damaged)} checkpoints is sound): see to the disk, bring one back, or remove "
-            f"{run_dir / 'checkpoints'} to begin anew"
+            f"{first} (none of the {len(damaged) + aside} checkpoints is sound): see to the disk, bring one back, or "
+            f"remove {run_dir / 'checkpoints'} to begin anew"
         )
 
     def set_aside() -> list[str]:

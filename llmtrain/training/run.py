@@ -149,8 +149,9 @@ def _begin(run: Started, plan: Plan, log: RunLog) -> None:
     if at < plan.total_steps:
         needed = checkpoint_bytes(run.config) + checkpoint.BESIDE_TENSORS
         require_room(run.config.run.run_dir / "checkpoints", needed, "a checkpoint")
-    log.journal.rewrite(lambda line: _counts(line, at))
     checkpoints = len(checkpoint.list_steps(run.config.run.run_dir))
+    # Without a checkpoint nothing goes on: what lies there of step 0 may be another configuration's.
+    log.journal.rewrite(lambda line: _counts(line, at if checkpoints else -1))
     for line in describe(run.config, plan, run.order, devices.device_name(run.device), checkpoints):
         log.line(line)
     tokens = samples * run.config.data.seq_len
@@ -188,7 +189,7 @@ def _say_trial(run: Started, plan: Plan, log: RunLog, tokens: int) -> None:
 def _evaluated(log: RunLog, at_step: int) -> list[str]:
     """The held-out sources that have their line of `at_step`."""
     lines = JsonLines.read(log.journal.path)
-    return [line["source"] for line in lines if line.get("kind") == "eval" and line.get("step") == at_step]
+    return [line.get("source", "") for line in lines if line.get("kind") == "eval" and line.get("step") == at_step]
 
 
 def _say_first_step(run: Started, log: RunLog, tokens: int, began: float) -> float:

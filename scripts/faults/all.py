@@ -147,7 +147,8 @@ def markdown(entries: dict[str, dict], card: dict | None, systemd: dict | None, 
         "On the same machine, versions and device count, `llmtrain train --resume` gives bit-identical parameters, "
         "optimizer state, losses and data order to a run that nobody disturbed (on CUDA with `--deterministic`). No "
         "single crash, full disk, power cut or damaged file costs more than one checkpoint interval, and every stop "
-        "says what happened and what to do. This page is the evidence.", "",
+        "says what happened and what to do; a disk that stays full ends the run at the third save in a row that fails "
+        "(`--max-save-failures`), and costs what came after the last that did not. This page is the evidence.", "",
         f"**{tried:,} faults tried, {tried - lost:,} survived, {lost} lost.**", "",
         *table(["fault", "where they fell", "tried", "survived", "lost"], rows, numbers_from=2), "",
         "Survived means, of a run: it, resumed, or going on by itself where the fault does not end it, ended with the "

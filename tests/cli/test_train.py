@@ -218,6 +218,23 @@ def test_a_config_toml_edited_into_nonsense_is_one_line(broken, here, capfd):
     assert code == 2 and "config.toml" in error
 
 
+def test_a_damaged_config_toml_may_be_removed_which_the_error_says(here, capfd):
+    assert run_cli(["train", "--run-dir", "run", *SMALL]) == 0
+    (here / "run/config.toml").write_bytes(b"[run]\nbatch_size \0= 2\n")
+    code, error = failure(capfd, "--run-dir", "run", "--resume")
+    assert code in (2, 65) and "or remove run/config.toml: the checkpoints hold its settings too" in error
+    (here / "run/config.toml").unlink()
+    assert run_cli(["train", "--run-dir", "run", "--resume"]) == 0
+
+
+def test_at_resume_options_are_checked_beside_the_runs_own_values_and_not_the_defaults(here, capfd):
+    own = ["--checkpoint-every", "2", "--deterministic", "--total-steps", "4"]
+    assert run_cli(["train", "--run-dir", "run", *SMALL, *own]) == 0
+    assert run_cli(["train", "--run-dir", "run", "--resume", "--keep-every", "4", "--verify-every", "2"]) == 0
+    code, error = failure(capfd, "--run-dir", "run", "--resume", "--keep-every", "3")
+    assert code == 2 and "checkpoint_every, 2" in error
+
+
 def test_a_run_without_its_config_toml_goes_on_as_its_checkpoint_says(here):
     assert run_cli(["train", "--run-dir", "run", *SMALL]) == 0
     kept, text = checkpoints(here / "run"), (here / "run/config.toml").read_text()

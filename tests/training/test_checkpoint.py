@@ -174,6 +174,17 @@ def test_where_no_checkpoint_is_sound_they_stay_and_the_run_does_not_begin_anew(
     assert checkpoint.list_steps(tmp_path) == [2, 1]
 
 
+def test_checkpoints_that_are_lost_one_after_another_do_not_begin_the_run_anew_either(tmp_path):
+    save(tmp_path, 1, 1)
+    flip_a_bit(save(tmp_path, 2, 1) / checkpoint.MODEL)
+    found, said = checkpoint.restore_newest(tmp_path, *state(9))
+    assert found is not None and found["step"] == 1 and "set aside" in said[0]
+    flip_a_bit(checkpoint.folder_of(tmp_path, 1) / checkpoint.MODEL)
+    with pytest.raises(BadData, match="none of the 2"):
+        checkpoint.restore_newest(tmp_path, *state(9))
+    assert checkpoint.list_steps(tmp_path) == [1]
+
+
 def test_a_copy_under_another_number_is_not_that_checkpoint(tmp_path):
     newest = save(tmp_path, 1, 1)
     shutil.copytree(newest, checkpoint.folder_of(tmp_path, 7))

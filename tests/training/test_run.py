@@ -297,6 +297,30 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(cor
     assert any("set aside" in x["text"] for x in lines(tmp_path / "run", "event"))
 
 
+def test_what_an_attempt_without_a_checkpoint_said_of_step_0_is_not_another_runs(corpus, tmp_path, monkeypatch):
+    """Killed before its first checkpoint, then begun anew with another seed."""
+    settings = config(corpus, tmp_path / "run", run={"val_every": 6})
+    settings = replace(settings, data=replace(settings.data, val_tokens=(f"held={corpus}",)))
+    first = replace(settings, run=replace(settings.run, seed=5))
+    monkeypatch.setattr(run, "BatchStream", lambda *_, **__: (_ for _ in ()).throw(KeyError("killed here")))
+    with pytest.raises(KeyError):
+        run.train(first, resume=False)
+    monkeypatch.undo()
+    (before,) = evaluated(tmp_path / "run")
+    run.train(settings, resume=False)
+    again = evaluated(tmp_path / "run")
+    assert [x[:2] for x in again] == [(0, "held"), (6, "held"), (12, "held")] and again[0] != before
+
+
+def test_an_eval_line_that_lost_its_source_keeps_no_run_from_going_on(corpus, tmp_path):
+    settings = config(corpus, tmp_path / "run")
+    settings = replace(settings, data=replace(settings.data, val_tokens=(f"held={corpus}",)))
+    run.train(settings, resume=False)
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "eval", "step": 12, "sourcf": "held", "val_loss": 1.0}\n')
+    run.train(settings, resume=True)
+
+
 def test_sigterm_saves_and_exits_75_and_resume_goes_on(corpus, tmp_path):
     arguments = [
         sys.executable, "-m", "llmtrain", "train", "--tokens", corpus, "--run-dir", tmp_path / "run",
