@@ -1,5 +1,6 @@
 """How a run ends: signals ask for it, status.json says it."""
 
+import json
 import os
 import signal
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from llmtrain.storage import atomic
-from llmtrain.storage.errors import STOP_SIGNALS
+from llmtrain.storage.errors import STOP_SIGNALS, LlmtrainError, StopRequested
 
 STDOUT = 1
 
@@ -66,6 +67,16 @@ class StopFlag:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def end_of_killed_run(run_dir: Path, error: LlmtrainError) -> None:
+    """Of a run whose last process was killed, so that status.json still says that it is running: why it did not go on
+    now. What another end left there stays. For the holder of the lock."""
+    with suppress(LlmtrainError, OSError, ValueError, KeyError):
+        status = json.loads((run_dir / "status.json").read_text())
+        if status["state"] == "running":
+            state = "stopped" if isinstance(error, StopRequested) else "failed"
+            write_status(run_dir, state, str(error), status["step"], error.exit_code)
 
 
 def write_status(run_dir: Path, state: str, reason: str, step: int, exit_code: int | None = None) -> None:

@@ -23,7 +23,7 @@ from llmtrain.training.card import Card
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.fit import Unit
 from llmtrain.training.health import Health
-from llmtrain.training.lifecycle import StopFlag, write_status
+from llmtrain.training.lifecycle import StopFlag, end_of_killed_run, write_status
 from llmtrain.training.metrics import RunLog, Throughput, journal_of
 from llmtrain.training.notify import LONG, Supervisor
 from llmtrain.training.parallel import World, world_of
@@ -83,9 +83,11 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
             checkpoint.clear_leftovers(run_dir)
         try:
             run = start.start(config, order, validation, device, attention, resume, room, auto, world)
-        except BaseException:
+        except BaseException as error:
             if world.first:
                 run_folder.unmake_folder(run_dir, made)
+                if isinstance(error, LlmtrainError):
+                    end_of_killed_run(run_dir, error)
             raise
         if run.config != config:  # --batch-size auto had to go down
             plan = make_plan(run.config, order, device, name, attention, room, parallel)

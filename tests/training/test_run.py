@@ -16,7 +16,7 @@ import pytest
 from llmtrain.corpus.batches import assemble
 from llmtrain.kernels import choice
 from llmtrain.model.flops import flops_per_token, rerun_flops_per_token
-from llmtrain.storage.errors import ConfigMismatch, StopRequested, StorageFailure, UsageError
+from llmtrain.storage.errors import BadData, ConfigMismatch, StopRequested, StorageFailure, UsageError
 from llmtrain.training import checkpoint, run, validate
 from llmtrain.training.config import TrainConfig
 from llmtrain.training.run_corpus import open_corpus
@@ -310,6 +310,21 @@ def test_what_an_attempt_without_a_checkpoint_said_of_step_0_is_not_another_runs
     run.train(settings, resume=False)
     again = evaluated(tmp_path / "run")
     assert [x[:2] for x in again] == [(0, "held"), (6, "held"), (12, "held")] and again[0] != before
+
+
+@pytest.mark.parametrize("before", ["running", "finished"])
+def test_why_a_killed_run_does_not_go_on_is_in_its_status(before, corpus, tmp_path):
+    settings = config(corpus, tmp_path / "run", run={"checkpoint_every": 6})
+    run.train(settings, resume=False)
+    status = tmp_path / "run/status.json"
+    status.write_text(status.read_text().replace("finished", before))  # as kill -9 leaves it
+    for step in (6, 12):
+        (checkpoint.folder_of(tmp_path / "run", step) / checkpoint.MODEL).write_bytes(b"damaged")
+    with pytest.raises(BadData, match="none of the 2"):
+        run.train(settings, resume=True)
+    found = json.loads(status.read_text())
+    assert found["state"] == ("failed" if before == "running" else "finished")
+    assert before == "finished" or found["exit_code"] == 65 and "none of the 2" in found["reason"]
 
 
 def test_an_eval_line_that_lost_its_source_keeps_no_run_from_going_on(corpus, tmp_path):
