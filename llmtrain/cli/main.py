@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import click
@@ -27,6 +26,7 @@ from llmtrain.storage.errors import (
     UsageError,
     write_error,
 )
+from llmtrain.storage.interrupts import interrupts
 
 # Command -> (module, which holds it as `command`; its line in `llmtrain --help`). Nothing is imported for the list.
 COMMANDS = {
@@ -73,6 +73,7 @@ class LazyGroup(ExampleGroup):
         if name not in COMMANDS:
             return None
         command = importlib.import_module(COMMANDS[name][0]).command
+        interrupts.check()
         assert isinstance(command, click.Command)
         return command
 
@@ -128,18 +129,14 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may be what the terminal cannot show
     faulthandler.enable(2)  # a watchdog's SIGABRT, and a fault in C code, leave the stack of every thread
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has HUP ignored
-            signal.signal(number, _interrupt)
-    code = complete() if COMPLETION in os.environ else run(sys.argv[1:])
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # it is done: a signal while torch is taken down must not hide the code
+    interrupts.install()  # a command with something to save has handlers of its own
+    try:
+        code = complete() if COMPLETION in os.environ else run(sys.argv[1:])
+    finally:
+        interrupts.end()
+        for number in STOP_SIGNALS:  # it is done: a signal while torch is taken down must not hide the code
+            signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # As Ctrl-C does: what is half-written is removed. A command with something to save has its own handler.
-    raise KeyboardInterrupt
 
 
 def run(args: list[str]) -> int:
@@ -150,6 +147,7 @@ def run(args: list[str]) -> int:
     try:
         code = invoke(args)
         sys.stdout.flush()
+        interrupts.end()
         return code
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llmtrain"
@@ -192,7 +190,7 @@ def complete() -> int:
 
     try:
         return shell_complete(cli, {}, "llmtrain", COMPLETION, os.environ[COMPLETION])
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         return 1
 
 
@@ -216,6 +214,7 @@ def internal(error: Exception) -> str:
 
 
 def report(error: BaseException, line: str, code: int) -> int:
+    interrupts.end()
     if os.environ.get("LLMTRAIN_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
     print("llmtrain: error:", " ".join(line.split()), file=sys.stderr)

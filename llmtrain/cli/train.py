@@ -10,6 +10,7 @@ import click
 from llmtrain.cli.options import ConfigCommand, build, config_options
 from llmtrain.cli.presets import complete_preset, preset_path
 from llmtrain.storage.errors import BadData, Diverged, StopRequested, UsageError
+from llmtrain.storage.interrupts import interrupts
 from llmtrain.storage.manifest import read_toml
 from llmtrain.training.config import (
     SECTIONS,
@@ -53,6 +54,7 @@ def command(given: dict[str, Any], preset: str | None, resume: bool) -> None:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from llmtrain.training.run import train  # imports torch, which a mistake in the configuration need not wait for
 
+        interrupts.check()
         try:
             train(config, resume, supervisor)
         except (Diverged, StopRequested) as error:

@@ -41,6 +41,7 @@ from llmtrain.storage.errors import (
     StorageFailure,
     UsageError,
 )
+from llmtrain.storage.interrupts import interrupts
 from llmtrain.storage.manifest import read_json
 from llmtrain.storage.units import in_bytes, plural
 
@@ -376,9 +377,12 @@ def _stop_signals(folder: Path) -> Iterator[Callable[[], None]]:
     got: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():
+        interrupts.hold()
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, lambda received, _: got.append(received))
+        if (waiting := interrupts.take()) is not None:
+            got.append(waiting)
 
     def check() -> None:
         if got:
@@ -390,3 +394,4 @@ def _stop_signals(folder: Path) -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        interrupts.release()

@@ -10,6 +10,7 @@ from types import FrameType, TracebackType
 
 from llmtrain.storage import atomic
 from llmtrain.storage.errors import STOP_SIGNALS, LlmtrainError, StopRequested
+from llmtrain.storage.interrupts import interrupts
 
 STDOUT = 1
 
@@ -31,9 +32,12 @@ class StopFlag:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopFlag":
+        interrupts.hold()
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._raise_flag)
+        if (waiting := interrupts.take()) is not None:
+            self._raise_flag(waiting, None)
         return self
 
     def _raise_flag(self, number: int, frame: FrameType | None) -> None:
@@ -67,6 +71,7 @@ class StopFlag:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        interrupts.release()
 
 
 def end_of_killed_run(run_dir: Path, error: LlmtrainError) -> None:
