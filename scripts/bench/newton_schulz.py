@@ -6,8 +6,8 @@
 For each model: the same matrices (q, k, v, gate and up taken apart) made orthogonal one at a time by torch's function,
 launched as its optimizer does and as a CUDA graph, and by our stacks, captured as in a run; arms take turns, the figure
 is the median. Then the update of a run, and of how long a step of --tokens tokens it is. What the file holds of other
-models stays. On a CPU, where the update
-runs in FP32, it is a trial of the script. About 60 s of device time for the two models.
+models stays. On a CPU, where the update runs in FP32, it is a trial of the script. About 60 s of device time for the
+two models.
 """
 
 import argparse

@@ -40,7 +40,7 @@ from llmtrain.benchmark.timing import burst, steps_for
 from llmtrain.corpus.batches import micro_batches
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.transformer import Transformer
-from llmtrain.storage.atomic import write_json
+from llmtrain.storage.atomic import make_parent, write_json
 from llmtrain.storage.journal import JsonLines
 from llmtrain.training import checkpoint
 from llmtrain.training.config import OptimizerConfig, PipelineSchedule, Precision, RunConfig
@@ -451,7 +451,7 @@ def main() -> None:
     if args.output and data["rows"]:
         write_table(args.output, data, markdown(data, f"data/{data_path(args.output).name}"))
     elif args.output:  # checks alone make no page yet
-        data_path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        make_parent(data_path(args.output))
         write_json(data_path(args.output), data)
     sys.exit(0 if holds else 1)
 

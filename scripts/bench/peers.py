@@ -34,6 +34,7 @@ from llmtrain.benchmark.statistics import rotation  # noqa: E402
 from llmtrain.benchmark.step import model_figures  # noqa: E402
 from llmtrain.benchmark.tables import read_data, write_page  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
+from llmtrain.storage.atomic import make_parent  # noqa: E402
 
 OURS, COPY, IN_ORDER = "llmtrain", "llmtrain (copy)", "llmtrain, deterministic"
 PLAIN, GRAPHS = "plain, compiled", "plain, compiled, CUDA graphs"
@@ -238,7 +239,7 @@ def run_case(case: Case, settings: Settings) -> dict[str, Any]:
 
 def add_case(output: Path, result: dict[str, Any]) -> None:
     """Writes the page with one more case, or with this one anew; another process may be adding one of its own."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(output)
     folder = os.open(output.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
