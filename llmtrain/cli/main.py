@@ -133,7 +133,6 @@ def main() -> None:
     try:
         code = complete() if COMPLETION in os.environ else run(sys.argv[1:])
     finally:
-        interrupts.end()
         for number in STOP_SIGNALS:  # it is done: a signal while torch is taken down must not hide the code
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
@@ -145,9 +144,9 @@ def run(args: list[str]) -> int:
     # cores too, that is all they do: a training step was seen to take ten times as long. Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
-        code = invoke(args)
-        sys.stdout.flush()
-        interrupts.end()
+        with interrupts.raising():
+            code = invoke(args)
+            sys.stdout.flush()
         return code
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llmtrain"
@@ -189,7 +188,8 @@ def complete() -> int:
     from click.shell_completion import shell_complete
 
     try:
-        return shell_complete(cli, {}, "llmtrain", COMPLETION, os.environ[COMPLETION])
+        with interrupts.raising():
+            return shell_complete(cli, {}, "llmtrain", COMPLETION, os.environ[COMPLETION])
     except (Exception, KeyboardInterrupt):
         return 1
 

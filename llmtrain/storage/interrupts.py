@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from llmtrain.storage.errors import STOP_SIGNALS
@@ -12,14 +14,15 @@ IMPORTING = "<frozen importlib._bootstrap>"
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the first signal, so that what is half-written is removed. Amid an import it waits
-    for the end of that: the exception may be swallowed there, or leave a module half-loaded that fails later with
-    another error. A second signal ends the process at once, as if nobody had handled it; a second HUP is nothing, as a
-    closing terminal sends several."""
+    """Raises KeyboardInterrupt at the first signal, so that what is half-written is removed; only within `raising`,
+    where somebody is there to take it. Amid an import it waits for the end of that: the exception may be swallowed
+    there, or leave a module half-loaded that fails later with another error. A second signal ends the process at once,
+    as if nobody had handled it; a second HUP is nothing, as a closing terminal sends several."""
 
     def __init__(self) -> None:
         self._came: int | None = None
-        self._raised = self._held = self._over = False
+        self._held = True
+        self._raised = self._over = False
 
     def install(self) -> None:
         """A signal that is ignored (nohup has HUP so) stays so."""
@@ -27,6 +30,17 @@ class Interrupts:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._handle)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """The command itself: a signal is raised in the block, waits before it, and is nothing after it. One that comes
+        in the last moment is raised out of the block's end."""
+        try:
+            self.release()
+            self.check()
+            yield
+        finally:
+            self.end()
 
     def check(self) -> None:
         """Raises what waits, at a place where no import runs."""

@@ -1,5 +1,6 @@
 """A stop signal while the command still imports: one line and 75 as later on, a second one ends it at once."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -48,6 +49,50 @@ import click
 @click.command()
 def command():
     print("BEGAN")
+"""
+
+# The command again and again, each time in a child that is sent a signal one line further on in the named files; says
+# after each line how it ended. The last child is one in which that line never came.
+WALKED = """
+import os, signal, sys, tempfile
+import llmtrain.cli.main as program
+
+number, files, args = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3:]
+sys.argv = ["llmtrain", *args]
+
+
+def strike_at(line):
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        trace.left -= event == "line"
+        if trace.left == 0 and event == "line":
+            trace.left = -1
+            os.kill(os.getpid(), number)
+        return trace
+    trace.left = line
+    return trace
+
+
+for line in range(1, 10_000):
+    output = tempfile.TemporaryFile()
+    if not (child := os.fork()):
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        tracer = strike_at(line)
+        sys.settrace(tracer)
+        try:
+            program.main()
+        finally:
+            sys.settrace(None)
+            os.write(2, b"" if tracer.left < 0 else b"NEVER")
+        assert False
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    output.seek(0)
+    error = output.read().decode()
+    print(repr((line, code, error)))
+    if "NEVER" in error:
+        break
 """
 
 
@@ -133,3 +178,24 @@ interrupts.check()
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("SIGTERM: saves and stops") == 1
+
+
+@pytest.mark.parametrize(("args", "code"), [(["completion", "bash"], 0), (["verify", "nothing"], 66), (["nothing"], 2)])
+def test_at_whatever_line_a_signal_comes_the_code_is_that_of_a_stop_or_of_the_end(
+    tmp_path: Path, args: list[str], code: int
+):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", WALKED, str(int(signal.SIGTERM)), "cli/main.py,storage/interrupts.py", *args],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ends = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    assert "NEVER" in ends[-1][2]
+    codes = [code for _, code, _ in ends]
+    caught = codes.index(75)
+    assert caught > 0 and set(codes[:caught]) == {-signal.SIGTERM}  # nobody handles it yet
+    over = codes.index(code)
+    assert set(codes[caught:over]) == {75} and set(codes[over:]) == {code}
+    assert all("Traceback" not in error for _, _, error in ends)
+    assert all(error.endswith("llmtrain: error: interrupted\n") for _, _, error in ends[caught:over])
