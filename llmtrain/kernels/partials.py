@@ -1,11 +1,16 @@
 """Sums over rows in two stages: a kernel's programs leave FP32 partial sums, and one small kernel adds those up.
 
-The order is fixed by the shape alone, so the result is the same on every run and every card.
+The order is fixed by the shape alone, so the result is the same on every run and every card. A backward has such sums
+in every layer, each a few microseconds and as long a launch: inside `in_one_launch` they are made together at the end.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from llmtrain.kernels.weight import delivered, gradient_target
+from llmtrain.kernels.weight import delivered, gradient_target, is_in_place
 
 try:
     import triton
@@ -17,14 +22,22 @@ ROWS, COLS, WARPS = 2048, 8, 16
 """Tile of the second stage, at most: 32 bytes (one sector) of each of many rows, so that narrow sums still fill the
 card, and that one tile is mostly enough."""
 
+MOST_SUMS = 64
+"""In one launch: each is two arguments of the kernel."""
+
 
 if triton is not None:
 
     @triton.jit
     def _partial_sums_kernel(
-        partials, out, n, WIDTH: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
-        COLS: tl.constexpr,
+        partials, outs, n, SUMS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr,
+        ROWS: tl.constexpr, COLS: tl.constexpr,
     ):  # fmt: skip
+        mine = partials[0]
+        out = outs[0]
+        for i in tl.static_range(1, SUMS):
+            mine = tl.where(tl.program_id(1) == i, partials[i], mine)
+            out = tl.where(tl.program_id(1) == i, outs[i], out)
         cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
         inside = cols < WIDTH
         # FP64 costs nothing on so few numbers, and leaves the first stage's rounding as the only one.
@@ -32,24 +45,73 @@ if triton is not None:
         for first in range(0, n, ROWS):
             rows = first + tl.arange(0, ROWS)
             mask = (rows < n)[:, None] & inside[None, :]
-            total += tl.load(partials + rows[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float64)
+            total += tl.load(mine + rows[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float64)
         result = tl.sum(total, 0) / SCALE
         if ADD:
             result += tl.load(out + cols, mask=inside, other=0.0).to(tl.float64)
         tl.store(out + cols, result.to(tl.float32), mask=inside)
 
 
-def add_partials(partials: Tensor, out: Tensor, add: bool, scale: float = 1.0) -> None:
+@dataclass(frozen=True)
+class _Kind:
+    """What sums of one launch have in common: rows and columns of the partial sums, and how they are put down."""
+
+    n: int
+    width: int
+    add: bool
+    scale: float
+
+
+Sum = tuple[Tensor, Tensor]
+"""Partial sums (P, H), and where they are added up (H,)."""
+
+_waiting: dict[_Kind, list[Sum]] | None = None
+
+
+@contextmanager
+def in_one_launch() -> Iterator[None]:
+    """Sums into gradient buffers are made at the end of the block, those of one shape in one launch."""
+    global _waiting
+    assert _waiting is None
+    _waiting = {}  # not by thread: the backward on a card runs in another
+    try:
+        yield
+        _make_up(_waiting)
+    finally:
+        _waiting = None
+
+
+def _make_up(waiting: dict[_Kind, list[Sum]]) -> None:
+    for kind, sums in waiting.items():
+        for begin in range(0, len(sums), MOST_SUMS):
+            _launch(kind, sums[begin : begin + MOST_SUMS])
+    waiting.clear()
+
+
+def _launch(kind: _Kind, sums: list[Sum]) -> None:
+    rows = min(ROWS, max(128, triton.next_power_of_2(kind.n)))
+    partials, outs = zip(*sums, strict=True)
+    _partial_sums_kernel[(triton.cdiv(kind.width, COLS), len(sums))](
+        partials, outs, kind.n, len(sums), kind.width, kind.add, kind.scale, rows, COLS, num_warps=WARPS
+    )
+
+
+def add_partials(partials: Tensor, out: Tensor, add: bool, scale: float = 1.0, may_wait: bool = False) -> None:
     """The sum over rows of `partials` (P, H), FP32, which are `scale` times what they stand for, into `out` (H,), or
-    added to it."""
+    added to it. may_wait: nobody reads `out` before the end of `in_one_launch`, where this runs inside one."""
     n, width = partials.shape
-    rows = min(ROWS, max(128, triton.next_power_of_2(n)))
-    _partial_sums_kernel[(triton.cdiv(width, COLS),)](partials, out, n, width, add, scale, rows, COLS, num_warps=WARPS)
+    kind = _Kind(n, width, add, scale)
+    if _waiting is None or not may_wait:
+        _launch(kind, [(partials, out)])
+        return
+    if any(out.data_ptr() == other.data_ptr() for sums in _waiting.values() for _, other in sums):
+        _make_up(_waiting)  # a weight that is used twice: its sums must not meet in one launch, nor change places
+    _waiting.setdefault(kind, []).append((partials, out))
 
 
 def deliver_partials(weight: Tensor, partials: Tensor) -> Tensor | None:
     """Puts the sum over rows of `partials` (P, H), FP32, where the gradient of `weight` (H,) belongs: overwrites its
     buffer or adds to it. Returns what autograd should get."""
     target, add = gradient_target(weight)
-    add_partials(partials, target, add)
+    add_partials(partials, target, add, may_wait=is_in_place(weight, target))
     return delivered(weight, target)

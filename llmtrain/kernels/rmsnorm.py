@@ -27,7 +27,7 @@ from llmtrain.kernels.rmsnorm_routes import (
     block_of,
     forward_route,
 )
-from llmtrain.kernels.weight import deliver_gradient, delivered, gradient_target
+from llmtrain.kernels.weight import deliver_gradient, delivered, gradient_target, is_in_place
 
 try:
     import triton
@@ -256,8 +256,10 @@ def _backward(
     dw: Tensor,
     add: bool,
     route: BackwardRoute,
+    may_wait: bool = False,
 ) -> Tensor:
-    """As `rmsnorm_backward_reference`, but dw is written into a tensor (H,), or added to it."""
+    """As `rmsnorm_backward_reference`, but dw is written into a tensor (H,), or added to it; may_wait: as of
+    `add_partials`."""
     n_rows, width, block = rstd.numel(), h.shape[-1], block_of(h.shape[-1])
     group, (dy_rows, dh_rows, h_rows), strides = _as_rows([dy, dh, h])
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
@@ -281,7 +283,7 @@ def _backward(
         num_warps=route.warps, **limit,
     )  # fmt: skip
     if not atomic:
-        add_partials(sums, dw, add, SHRINK)
+        add_partials(sums, dw, add, SHRINK, may_wait)
     return dx
 
 
@@ -311,7 +313,7 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.chosen == TRITON:
             target, add = gradient_target(weight)
             route = backward_route(rstd.numel(), h.shape[-1], ctx.deterministic)
-            dx = _backward(dy, dh, h, weight.detach(), rstd, target, add, route)
+            dx = _backward(dy, dh, h, weight.detach(), rstd, target, add, route, is_in_place(weight, target))
             dw = delivered(weight, target)
         else:
             dx, whole = rmsnorm_backward_reference(dy, dh, h, weight.detach(), rstd)

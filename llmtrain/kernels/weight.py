@@ -83,10 +83,14 @@ def gradient_target(weight: Tensor) -> tuple[Tensor, bool]:
     return buffer, not overwrite
 
 
+def is_in_place(weight: Tensor, target: Tensor) -> bool:
+    """Whether what `gradient_target` gave is the preallocated buffer, which autograd does not ask for."""
+    return getattr(weight, "grad_stale", None) is not None and target is weight.grad
+
+
 def delivered(weight: Tensor, target: Tensor) -> Tensor | None:
     """What autograd should get of a gradient that was written to what `gradient_target` gave."""
-    in_place = getattr(weight, "grad_stale", None) is not None and target is weight.grad
-    return None if in_place else target.to(gradient_dtype(weight))
+    return None if is_in_place(weight, target) else target.to(gradient_dtype(weight))
 
 
 def deliver_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:

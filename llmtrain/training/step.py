@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.kernels.cross_entropy import IGNORED
+from llmtrain.kernels.partials import in_one_launch
 from llmtrain.model.config import CheckpointActivations, ModelConfig
 from llmtrain.model.evaluation import EvaluationSums, evaluate
 from llmtrain.model.transformer import Transformer
@@ -216,7 +217,8 @@ class TrainStep:
             self.flat.mark_gradients_stale()
             self.sums.zero_()
         loss = self.model.loss(self.ids, self.targets, self.doc_start)
-        (loss.lm + loss.aux).backward()
+        with in_one_launch():
+            (loss.lm + loss.aux).backward()
         if first:
             self.flat.clear_unwritten_gradients()
         self.sums.add_(torch.stack([loss.lm.detach().double(), loss.aux.detach().double(), loss.n_targets.double()]))
