@@ -5,12 +5,12 @@
     python scripts/bench/card.py --cards 0 1 ...       # two cards: each takes the next part when it is free
 
 Each part is a script of its own that writes its JSON into docs/, and its page, or a second script makes that of it.
-Parts whose result docs/ lacks come first. A part is not begun where what is left of --seconds is less than it should
-take, and is ended where it takes twice that, so a lease of any length is used up and a later call does the rest:
-`--skip` or `--only` names parts. Experiments go on where an earlier call ended, if runs/gathered is still there. With
-several cards each part has one of them, but for those that measure several, which come first; parts that write one file
-never run at once. --gather copies every result that changed, and each part's output, after each part. Exits 1 where a
-part failed: its last line stands beside it.
+Parts whose result docs/ lacks come first, or --only says the order. A part is not begun where what is left of --seconds
+is less than it should take, and is ended where it takes twice that, so a lease of any length is used up and a later
+call does the rest: `--skip` or `--only` names parts. Experiments go on where an earlier call ended, if runs/gathered is
+still there. With several cards each part has one of them, but for those that measure several, which come first; parts
+that write one file never run at once. --gather copies every result that changed, and each part's output, after each
+part. Exits 1 where a part failed: its last line stands beside it.
 """
 
 import argparse
@@ -68,6 +68,8 @@ class Part:
         """Whether its result is there, with the machine it was taken on, and whole."""
         path, _, keys = self.result.partition(": ")
         data = json.loads((ROOT / path).read_text()) if (ROOT / path).exists() else None
+        if self.cards > 1 and data:  # rows of the same names there may be of another number
+            data |= {"rows": [row for row in data["rows"] if row["ranks"] == self.cards]}
         return all(whole(entry_of(data, key)) for key in keys.split(", ")) if keys else whole(data)
 
 
@@ -106,6 +108,16 @@ PARTS = [
     Part(
         "scaling-checks", 190, "scripts/bench/parallel.py --checks --output docs/scaling.md",
         "docs/data/scaling.json: checks", cards=2,
+    ),
+    Part(
+        "scaling-four", 200, "scripts/bench/parallel.py --rows weak-1 weak-8 strong fsdp-1b --output docs/scaling.md",
+        "docs/data/scaling.json: weak-1, weak-8, strong, fsdp-1b", cards=4,
+    ),
+    Part(
+        "scaling-four-1b", 280,
+        "scripts/bench/parallel.py --rows ddp-1b pipeline-1b ddp-1b-fp8 pipeline-1b-fp8 --bursts 3 "
+        "--output docs/scaling.md",
+        "docs/data/scaling.json: ddp-1b, pipeline-1b, ddp-1b-fp8, pipeline-1b-fp8", cards=4,
     ),
     # The step against its peers, and whether a run reaches it.
     Part(
@@ -304,7 +316,8 @@ class Lease:
         """Runs parts on these cards until none is left."""
         while part := self.next_part():
             log = self.folder / f"{part.name}.log"
-            status, seconds = run(part, self.args.tokens, log, self.end - time.monotonic(), cards)
+            left = self.end - time.monotonic()
+            status, seconds = run(part, self.args.tokens, log, left, cards[: part.cards])
             last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
             self.make_pages(part)
             with self.changed:
@@ -321,15 +334,17 @@ def main() -> int:
     names = [part.name for part in PARTS]
     parser.add_argument("--tokens", type=Path, help="token file; parts that need one are left out without it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
-    parser.add_argument("--only", action="append", choices=names, help="a part; may be repeated")
-    parser.add_argument("--skip", action="append", choices=names, default=[], help="a part; may be repeated")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="these parts, in this order")
+    parser.add_argument("--skip", nargs="+", choices=names, metavar="NAME", default=[], help="parts to leave out")
     parser.add_argument("--missing", action="store_true", help="only parts whose result docs/ lacks")
     parser.add_argument("--gather", type=Path, help="folder for copies of what changed, and the parts' output")
     parser.add_argument("--cards", nargs="+", default=[], help="cards to use, as in CUDA_VISIBLE_DEVICES; default: all")
     parser.add_argument("--list", action="store_true", help="say the parts and what they should take")
     args = parser.parse_args()
-    asked = [part for part in PARTS if part.name in (args.only or names) and part.name not in args.skip]
-    asked = [part for part in sorted(asked, key=lambda part: part.measured) if not (args.missing and part.measured)]
+    by_name = {part.name: part for part in PARTS}
+    in_order = args.only or sorted(names, key=lambda name: by_name[name].measured)
+    asked = [by_name[name] for name in in_order if name not in args.skip]
+    asked = [part for part in asked if not (args.missing and part.measured)]
     if args.list:
         for part in asked:
             print(f"{part.name:18} {part.seconds:4} s  {'' if part.measured else 'missing':7}  {part.words}")

@@ -103,6 +103,20 @@ def test_what_is_missing_comes_first_and_is_summed_up(card, tmp_path, monkeypatc
         assert last == f"50 s for 5 that are missing, {10 * len(names)} s for all {len(names)}"
 
 
+def test_rows_of_two_cards_are_not_those_of_four_and_an_order_that_is_asked_for_is_kept(
+    card, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [{"name": "weak", "ranks": 2}], "checks": {"a": 1}}))
+    results = {"one": (1, "none.json"), "two": (2, "rows.json: weak, checks"), "four": (4, "rows.json: weak")}
+    parts = [card.Part(name, 10, "x.py", result, cards=cards) for name, (cards, result) in results.items()]
+    monkeypatch.setattr(card, "PARTS", parts)
+    for words, names in (["--missing"], ["one", "four"]), (["--only", "two", "four", "one"], ["two", "four", "one"]):
+        monkeypatch.setattr(sys, "argv", ["card.py", "--list", *words])
+        assert card.main() == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]] == names
+
+
 def test_what_goes_on_where_it_ended_is_begun_with_little_time_and_told_how_much(card, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(card, "ROOT", tmp_path)
     (tmp_path / "runs.py").write_text("import sys; print(*sys.argv[1:])")
