@@ -25,7 +25,7 @@ PARTS = [
     ("attention", r"flash|fmha|sdpa|attention|fprop|bprop|cudnn::fusion"),
     ("routing", r"expert_(gather|combine)|_route|_places|sort|searchsorted|arange"),
     ("matmul", r"grouped|gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
-    ("optimizer", r"adam|multi_tensor|normtwoops"),
+    ("optimizer", r"adam|multi_tensor|normtwoops|update_scalars"),
     ("eight-bit casts", r"fp8_quantise"),
     ("rmsnorm backward", r"rms_?norm_?(backward|bwd)|partial_sums"),
     ("rmsnorm forward", r"rms_?norm"),

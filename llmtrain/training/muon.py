@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.adamw import APPLY, GRAD_SCALE
 from llmtrain.kernels.newton_schulz import batch_size, orthogonalise
 from llmtrain.model.config import ModelConfig
 from llmtrain.model.matrices import rows_of
@@ -116,15 +117,16 @@ class Muon(AdamW):
         self.batches = self._batches()
         self.work_dtype = torch.bfloat16 if flat.master.is_cuda else flat.master.dtype
 
-    def _apply(self, scale: Tensor, apply: Tensor) -> None:
-        super()._apply(scale, apply)
+    def _apply(self, scalars: Tensor) -> None:
+        super()._apply(scalars)
         c, flat = self.config, self.flat
         assert flat.grad is not None
         dtype = flat.master.dtype
         # The gradient has served: what is made of it takes its place, and the next step's overwrites that. It is
         # selected, not multiplied, as what is not applied may be NaN.
-        g = flat.grad[: flat.n_hidden].mul_(scale.to(dtype))
-        torch.where(apply, g, torch.zeros((), dtype=dtype, device=g.device), out=g)
+        apply = scalars[APPLY]
+        g = flat.grad[: flat.n_hidden].mul_(scalars[GRAD_SCALE].to(dtype))
+        torch.where(apply != 0, g, torch.zeros((), dtype=dtype, device=g.device), out=g)
         self.momentum.lerp_(g, ((1 - c.muon_momentum) * apply).to(dtype))
         g.lerp_(self.momentum, c.muon_momentum)
         lr = self.lr * (c.muon_lr / c.learning_rate) * apply

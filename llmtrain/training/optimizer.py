@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.kernels.adamw import adamw_step
+from llmtrain.kernels.adamw import APPLY, adamw_step
+from llmtrain.kernels.update_scalars import update_scalars
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.flat import FlatParameters, Stretch
 from llmtrain.training.spikes import SpikeRule
@@ -99,28 +100,22 @@ class AdamW:
         mean gradient before clipping, and the number of targets.
         """
         c, flat = self.config, self.flat
-        n_targets = sums[2]
-        norm = flat.grad_norm() / n_targets
-        means = sums[:2] / n_targets
-        figures = torch.stack([means[0], means[1], norm, n_targets])
-        apply = self._judge(figures)
-        scale = 1.0 / n_targets
-        if c.grad_clip > 0:
-            scale = scale * (c.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        self._apply(scale, apply)
+        figures, scalars = update_scalars(
+            flat.master, sums, flat.grad_norm(), self.tally, self.bad, self.lr,
+            grad_clip=c.grad_clip, max_bad_steps=c.max_bad_steps, beta1=c.beta1, beta2=c.beta2,
+            veto=self.spikes.judge if self.spikes else None,
+        )  # fmt: skip
+        self._apply(scalars)
         if self.average is not None:
             t = self.count.double()
             share = 1 - ((1 + t) / (10 + t)).clamp(max=c.ema_decay)
-            self.average.lerp_(flat.master, (share * apply).to(flat.master.dtype))
+            self.average.lerp_(flat.master, (share * scalars[APPLY]).to(flat.master.dtype))
         return figures
 
-    def _apply(self, scale: Tensor, apply: Tensor) -> None:
-        """The update by the gradient times `scale` (0-d FP64), where `apply` (0-d bool)."""
+    def _apply(self, scalars: Tensor) -> None:
+        """The update, as `update_scalars` says (5,)."""
         c, flat, first = self.config, self.flat, self.first
         assert flat.grad is not None
-        correction2 = 1 - torch.pow(torch.full_like(scale, c.beta2), self.count)
-        correction1 = 1 - torch.pow(torch.full_like(scale, c.beta1), self.count)
-        scalars = torch.stack([self.lr, scale, correction1, correction2, apply.double()])
         adamw_step(
             flat.master[first:],
             flat.grad[first:],
@@ -134,18 +129,3 @@ class AdamW:
             eps=c.adam_eps,
             weight_decay=c.weight_decay,
         )
-
-    def _judge(self, figures: Tensor) -> Tensor:
-        """Whether the step of these figures is applied (0-d bool), which is counted."""
-        apply = torch.isfinite(figures.sum()) & (self.in_a_row <= self.config.max_bad_steps)
-        if self.spikes:
-            apply = self.spikes.judge(figures[0:3:2], apply)
-        skip = ~apply
-        number = (self.count + self.skipped + 1).double()
-        # Number 0: this process has seen none yet, which may have been resumed in the middle of a row.
-        first = skip & ((self.in_a_row == 0) | (self.bad[0] == 0))
-        torch.where(first, torch.cat([number.view(1), figures[:3]]), self.bad, out=self.bad)
-        self.count.add_(apply)
-        self.skipped.add_(skip)
-        self.in_a_row.add_(1).mul_(skip)
-        return apply

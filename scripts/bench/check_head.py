@@ -28,6 +28,7 @@ from llmtrain.kernels.cross_entropy import (
     cross_entropy_triton,
     head_loss,
 )
+from llmtrain.kernels.update_scalars import update_scalars
 
 HEADS = ((65536, 768, 32000), (32768, 960, 49152), (32768, 2048, 32000), (4096, 768, 32000))
 CHUNKS = (5632, 8192, 16384)
@@ -225,6 +226,31 @@ def check_adamw(report: Report) -> None:
         ms = took(partial(step, copy))
         floor = n * size / COPY_BYTES_PER_S * 1e3
         report.add("adamw", n=n, bytes_each=size, ms=ms, floor_ms=floor, ratio=ms / floor)
+    check_update_scalars(report)
+
+
+def check_update_scalars(report: Report) -> None:
+    """Of three updates, the second not finite, against the reference on the CPU."""
+    options = {"grad_clip": 1.0, "max_bad_steps": 20, "beta1": 0.9, "beta2": 0.999}
+    found: dict[str, list[torch.Tensor]] = {}
+    for device in ("cuda", "cpu"):
+        tally, bad = (
+            torch.zeros(3, dtype=torch.int64, device=device),
+            torch.zeros(4, dtype=torch.float64, device=device),
+        )
+        numbers = partial(torch.tensor, dtype=torch.float64, device=device)
+        made = []
+        for lm_loss, norm in ((17.5, 11.0), (float("nan"), 1.0), (3.0, 0.5)):
+            given = (torch.zeros(8, device=device), numbers([lm_loss, 0.25, 3.0]), numbers(norm))
+            made += update_scalars(*given, tally, bad, numbers(1e-3), **options)
+            ran = choice.ran["update_scalars"]
+            report.check(f"update_scalars on {device}", ran == ("triton" if device == "cuda" else "reference"), ran=ran)
+        found[device] = [torch.cat([*made, bad]).cpu(), tally.cpu()]
+    (got, counts), (wanted, wanted_counts) = found["cuda"], found["cpu"]
+    same = torch.allclose(got, wanted, rtol=1e-12, atol=0, equal_nan=True) and torch.equal(counts, wanted_counts)
+    report.check(
+        "update_scalars and its reference", same, error=((got - wanted) / wanted).abs().nan_to_num().max().item()
+    )
 
 
 PARTS = {"adamw": check_adamw, "cross_entropy": check_cross_entropy, "head": check_head}
