@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,10 +135,19 @@ def test_small_rows_are_first_taken_before_the_compiler_is_in_the_process():
     assert done.stdout.split("\n")[:3] == ["1 1 False", "1 2 True", "64 2 True"]
 
 
-def test_long_calls_have_fewer_samples_but_never_few():
+def test_long_calls_have_fewer_samples_but_never_few(monkeypatch):
+    now = [0.0]  # a clock that only the calls move, by what they take
+    monkeypatch.setattr("llmtrain.benchmark.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def nap(milliseconds: float) -> Arm:
+        return Arm(lambda: Work(lambda: now.__setitem__(0, now[0] + milliseconds / 1e3), (torch.ones(1),)))
+
     method = Method(sessions=2, rounds=1, samples=60, warmup=1, turn_seconds=0.02)
-    cases = [Case("nap", {"ms": ms}, lambda _, ms=ms: [Timed("forward", {"ours": arm(ms)}, 1)]) for ms in (0.1, 4)]
-    short, long = (row["arms"][0]["samples"] for row in measure_cases(cases, device=CPU, method=method))
-    assert long == 2 * 11 and long < short <= 2 * 60
+    taken = {}
+    for ms in (0.1, 0.5, 4):
+        case = Case("nap", {"ms": ms}, lambda _, ms=ms: [Timed("forward", {"ours": nap(ms)}, 1)])
+        (row,) = measure_cases([case], device=CPU, method=method)
+        taken[ms] = row["arms"][0]["samples"]
+    assert taken == {0.1: 2 * 60, 0.5: 2 * 40, 4: 2 * 11}
     with pytest.raises(ValueError, match="turn_seconds"):
         Method(turn_seconds=0)

@@ -19,21 +19,30 @@ OPTIONS = [
     "--tokens", "corpus.u16",
 ]  # fmt: skip
 
-# Wraps a function so that its call number `at` says that it is there and dwells.
+# Wraps a function so that its call number `at` says that it is there and dwells: so many seconds, or until the run is
+# sent a signal, however slow the machine is to send it.
 DWELL = """
 import threading, time
 from llmtrain.corpus import batches
 from llmtrain.storage import atomic
-from llmtrain.training import run, start, step
+from llmtrain.training import lifecycle, run, start, step
 
-def dwell(where, name, at, seconds=1.0):
+came = []
+def note(flag, number, frame, original=lifecycle.StopFlag._raise_flag):
+    came.append(number)
+    original(flag, number, frame)
+lifecycle.StopFlag._raise_flag = note
+
+def dwell(where, name, at, seconds=None):
     original, calls = getattr(where, name), [0]
     def slow(*arguments, **named):
         mine = where is not batches or threading.current_thread().name == "batches"
         calls[0] += mine
         if mine and calls[0] == at:
             print("HERE", flush=True)
-            time.sleep(seconds)
+            end = time.monotonic() + (seconds or 100)
+            while time.monotonic() < end and (seconds or not came):
+                time.sleep(0.01)
         return original(*arguments, **named)
     setattr(where, name, slow)
 """
