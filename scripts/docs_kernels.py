@@ -115,6 +115,19 @@ def of_half(data: Group) -> list[str]:
     return [*table(("numbers", "sums", "parts of the depth", "TFLOP/s", "error"), rows, 2), ""]
 
 
+def of_sanitizer(data: Group) -> list[str]:
+    """What each tool named, in ours and elsewhere, and whether it saw the fault that was planted for it."""
+    rows, cases = [], data["records"][0]["cases"]
+    for r in data["records"]:
+        ours, elsewhere = (", ".join(f"{k} {n}" for k, n in r[where].items()) for where in ("in_ours", "elsewhere"))
+        planted = "found" if r["planted_found"] else "**missed**"
+        rows.append([r["tool"], planted, f"**{ours}**" if ours else "nothing", elsewhere or "nothing",
+                     str(len(r["cases"])), "yes" if r["held"] else "**no**"])  # fmt: skip
+    kernels = sorted({op for ran in cases.values() for op, chosen in ran.items() if chosen == "triton"})
+    header = ("tool", "planted fault", "named in our kernels", "elsewhere", "cases run to the end", "held")
+    return [*table(header, rows, 4), "", f"Cases: {', '.join(cases)}. Ops by our kernels: {', '.join(kernels)}.", ""]
+
+
 SECTIONS: tuple[tuple[str, str, str, str, Callable[[Group], Iterable[str]]], ...] = (
     (
         "Norms, SwiGLU, rotation, embedding", "kernels", "check_kernels.py",
@@ -141,6 +154,11 @@ SECTIONS: tuple[tuple[str, str, str, str, Callable[[Group], Iterable[str]]], ...
     (
         "Newton-Schulz", "newton-schulz", "newton_schulz.py",
         "Muon's iterations on a model's matrices; torch's are one at a time, ours in stacks.", of_newton_schulz,
+    ),
+    (
+        "What compute-sanitizer finds", "sanitize", "sanitize.py",
+        "Small steps of every kind of model, and the ops by themselves, at odd sizes, with an allocator that keeps "
+        "nothing.", of_sanitizer,
     ),
     (
         "Sums in half precision", "half-accumulate", "half_accumulate.py",

@@ -196,6 +196,10 @@ PARTS = [
         "kernels-others", 60, "scripts/bench/check_kernels.py --only swiglu --only rotary --only embedding",
         "docs/data/kernels.json: swiglu, rotary, embedding", KERNELS,
     ),
+    Part(
+        "sanitize", 200, "scripts/bench/sanitize.py --output docs/data/sanitize.json", "docs/data/sanitize.json",
+        KERNELS,
+    ),
     # Eight bits and experts.
     Part("fp8-check", 40, "scripts/bench/check_fp8.py --quick", "docs/data/fp8-check.json", KERNELS),
     Part(
