@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtrain.benchmark.config import Shape
 
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0
 """Seconds that one answer of an arm may take."""
 
@@ -36,9 +37,9 @@ class Settings:
 
 
 class ArmProcess:
-    """A running peer_arm.py, which builds its model and takes its first steps at once."""
+    """A running peer_arm.py, of the source tree `root`, which builds its model and takes its first steps at once."""
 
-    def __init__(self, arm: str, shape: Shape, steps: int, settings: Settings) -> None:
+    def __init__(self, arm: str, shape: Shape, steps: int, settings: Settings, root: Path = ROOT) -> None:
         request = {
             "arm": arm,
             "shape": asdict(shape),
@@ -48,14 +49,13 @@ class ArmProcess:
             "precision": settings.precision,
             "spawned": time.time(),
         }
-        here = Path(__file__).resolve().parent
-        paths = [str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         caches = {name: str(settings.caches / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
         # Several arms share a few cores there, and threads that spin for one another would be all that is measured.
         threads = {"OMP_NUM_THREADS": "1"} if settings.device == "cpu" else {}
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(here / "peer_arm.py"), json.dumps(request)],
+            [sys.executable, str(root / "scripts/bench/peer_arm.py"), json.dumps(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
