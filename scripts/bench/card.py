@@ -10,18 +10,21 @@ is less than it should take, and is ended where it takes twice that, so a lease 
 call does the rest: `--skip` or `--only` names parts. Experiments go on where an earlier call ended, if runs/gathered is
 still there. With several cards each part has one of them, but for those that measure several, which come first; parts
 that write one file never run at once. --gather copies every result that changed, and each part's output, after each
-part. Exits 1 where a part failed: its last line stands beside it.
+part and every half minute; what lies there is whole at any time. A signal to stop ends what runs, with all that it
+started, and gathers once more. Exits 1 where a part failed: its last line stands beside it.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +32,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ("docs", "scripts/experiments", "runs/gathered")
 PAGE_SECONDS = 60
+GATHER_SECONDS = 30
 ROUTES = "llmtrain/kernels/rmsnorm_table.py"
 """Beside those folders: what rmsnorm_routes.py writes."""
 
@@ -235,44 +239,69 @@ PARTS = [
 ]  # fmt: skip
 
 
-def docs_now() -> dict[Path, float]:
-    found = [path for folder in RESULTS for path in (ROOT / folder).rglob("*")] + [ROOT / ROUTES]
-    return {path: path.stat().st_mtime for path in found if path.is_file()}
+def docs_now() -> dict[Path, int]:
+    """Results and when each was written; what is being written has another name yet."""
+    found = {}
+    for path in [*(path for folder in RESULTS for path in (ROOT / folder).rglob("*")), ROOT / ROUTES]:
+        with suppress(FileNotFoundError):  # it has got its final name since
+            if path.is_file() and not path.name.startswith("."):
+                found[path] = path.stat().st_mtime_ns
+    return found
 
 
-def gather(folder: Path, before: dict[Path, float]) -> None:
-    """Copies what is another file than before to the same place below `folder`."""
+def gather(folder: Path, before: dict[Path, int]) -> None:
+    """Copies what is another file than before to the same place below `folder`, where none is ever half there."""
     for path, changed in docs_now().items():
-        if before.get(path) != changed:
-            place = folder / path.relative_to(ROOT)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, place)
+        place = folder / path.relative_to(ROOT)
+        if before.get(path) == changed or (place.exists() and place.stat().st_mtime_ns == changed):
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(f".{place.name}.partial")
+        shutil.copyfile(path, partial)
+        os.utime(partial, ns=(changed, changed))  # where it is written anew meanwhile, the next time takes it again
+        partial.replace(place)
 
 
 def run(part: Part, tokens: Path | None, log: Path, left: float, cards: Sequence[str] = ()) -> tuple[int, float]:
     """Its exit status, 124 where it was ended, and its seconds."""
     words = part.words.replace("TOKENS", str(tokens)).split()
+    limit = min(2 * part.seconds, left)
     if part.in_turns:
-        words += ["--budget", f"{left - part.in_turns:.0f}"]
+        words += ["--budget", f"{limit - part.in_turns:.0f}"]
     if part.cards > 1:
         words += ["--ranks", str(part.cards)]
     begin = time.monotonic()
     with log.open("w") as out:
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
-        status = python(words, min(2 * part.seconds, left), out, chosen)
+        status = python(words, limit, out, chosen)
     return status, time.monotonic() - begin
+
+
+RUNNING: set[subprocess.Popen] = set()
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends what it has started too, which would hold the card and its files."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def python(words: Sequence[str], timeout: float, stdout: IO[str], environment: dict[str, str]) -> int:
     """The exit status of a script here, 124 where it was ended."""
     here = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=here | environment, stdout=stdout, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    RUNNING.add(process)
     try:
-        return subprocess.run(
-            [sys.executable, *words], cwd=ROOT, env=here | environment, stdout=stdout, stderr=subprocess.STDOUT,
-            timeout=timeout,
-        ).returncode  # fmt: skip
+        return process.wait(timeout)
     except subprocess.TimeoutExpired:
         return 124
+    finally:
+        end(process)
+        process.wait()
+        RUNNING.discard(process)
 
 
 class Lease:
@@ -282,8 +311,14 @@ class Lease:
         self.args, self.waiting, self.folder = args, parts, folder
         self.end, self.before = time.monotonic() + args.seconds, docs_now()
         self.running: list[Part] = []
-        self.changed, self.pages = threading.Condition(), threading.Lock()
+        self.changed, self.pages, self.done = threading.Condition(), threading.Lock(), threading.Event()
         self.failed = False
+
+    def stop(self, *_: Any) -> None:
+        """Begins nothing more and ends what runs: a signal's handler."""
+        self.end = time.monotonic()
+        for process in tuple(RUNNING):
+            end(process)
 
     def tell(self, part: Part, text: str) -> None:
         print(f"{part.name}: {text}", flush=True)
@@ -319,18 +354,34 @@ class Lease:
     def use(self, cards: list[str]) -> None:
         """Runs parts on these cards until none is left."""
         while part := self.next_part():
-            log = self.folder / f"{part.name}.log"
-            left = self.end - time.monotonic()
-            status, seconds = run(part, self.args.tokens, log, left, cards[: part.cards])
-            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
-            self.make_pages(part)
+            try:
+                failed, said = self.do(part, cards)
+            except Exception as error:  # or those that wait for the part would wait for ever
+                failed, said = True, f"EXIT, {type(error).__name__}: {error}"
             with self.changed:
                 self.running.remove(part)
-                self.failed |= status != 0
-                self.tell(part, f"{'ok' if status == 0 else f'EXIT {status}'}, {seconds:.0f} s: {last}")
-                if self.args.gather:
-                    gather(self.folder, self.before)
+                self.failed |= failed
+                self.tell(part, said)
                 self.changed.notify_all()
+            self.gather()
+
+    def do(self, part: Part, cards: list[str]) -> tuple[bool, str]:
+        """Whether the part failed, and what is said of it."""
+        log = self.folder / f"{part.name}.log"
+        left = self.end - time.monotonic()
+        status, seconds = run(part, self.args.tokens, log, left, cards[: part.cards])
+        last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:120]
+        self.make_pages(part)
+        return status != 0, f"{'ok' if status == 0 else f'EXIT {status}'}, {seconds:.0f} s: {last}"
+
+    def gather(self) -> None:
+        with self.pages:
+            if self.args.gather:
+                gather(self.folder, self.before)
+
+    def keep_gathering(self) -> None:
+        while not self.done.wait(GATHER_SECONDS):
+            self.gather()
 
 
 def main() -> int:
@@ -362,7 +413,11 @@ def main() -> int:
     for part in asked:
         if part.cards > max(1, len(args.cards)) and args.only:
             parser.error(f"{part.name} needs --cards with {part.cards} cards")
+    args.tokens = args.tokens and args.tokens.resolve()  # parts run at the root
     lease = Lease(args, several, folder)
+    handlers = {number: signal.signal(number, lease.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    gatherer = threading.Thread(target=lease.keep_gathering)
+    gatherer.start()
     lease.use(args.cards)
     lease.waiting = [part for part in asked if part.cards == 1]
     users = [threading.Thread(target=lease.use, args=([card],)) for card in args.cards[1:]]
@@ -371,6 +426,10 @@ def main() -> int:
     lease.use(args.cards[:1])
     for user in users:
         user.join()
+    lease.done.set()
+    gatherer.join()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     return int(lease.failed)
 
 

@@ -2,10 +2,15 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+
+from llmtrain.storage.atomic import write_bytes
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "card.py"
 
@@ -126,3 +131,105 @@ def test_what_goes_on_where_it_ended_is_begun_with_little_time_and_told_how_much
     assert card.main() == 0
     runs, whole = capsys.readouterr().out.splitlines()
     assert runs.endswith(": --budget 40") and "should take 900 s" in whole
+
+
+def test_what_an_ended_part_has_started_ends_too(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "hangs.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True); child.wait()"
+    )
+    log = tmp_path / "log"
+    assert card.run(card.Part("hangs", 9, "hangs.py", "docs/none.json"), None, log, 2)[0] == 124
+    assert has_ended(int(log.read_text()))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of that number is gone, or dead and not collected, within a few seconds."""
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_signal_ends_what_runs_begins_no_more_and_gathers(tmp_path):
+    """As one that is sent where a lease is over."""
+    out, pid = tmp_path / "out", tmp_path / "pid"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "import card; from pathlib import Path\n"
+        "card.ROOT = Path(sys.argv.pop(1))\n"
+        "card.PARTS = [card.Part(name, 99, 'works.py', 'no.json') for name in 'ab']\n"
+        "sys.exit(card.main())"
+    )
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "works.py").write_text(
+        "import os, time; from pathlib import Path\n"
+        "Path('docs/new.json').write_text('[1]'); Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", code, str(SCRIPT.parent), str(tmp_path), "--gather", str(out)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    said = process.communicate(timeout=30)[0].splitlines()
+    assert process.returncode == 1
+    assert "a: EXIT -9" in said[0] and said[1].startswith("b: left out")
+    assert has_ended(int(pid.read_text()))
+    assert (out / "docs/new.json").read_text() == "[1]"
+
+
+def test_results_are_gathered_while_parts_run_and_never_half(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    folder = tmp_path / "docs" / "data"
+    folder.mkdir(parents=True)
+    texts = ["1" * 2_000_000, "2" * 2_000_000]
+    write_bytes(folder / "x.json", texts[0].encode())
+    stop, wrong = threading.Event(), []
+
+    def write() -> None:
+        while not stop.is_set():
+            for text in texts:
+                write_bytes(folder / "x.json", text.encode())
+
+    def look() -> None:
+        copy = tmp_path / "out" / "docs" / "data" / "x.json"
+        while not stop.is_set():
+            if copy.exists() and copy.read_text() not in texts:
+                wrong.append(len(copy.read_text()))
+
+    threads = [threading.Thread(target=work) for work in (write, look)]
+    for thread in threads:
+        thread.start()
+    for _ in range(30):
+        card.gather(tmp_path / "out", {})
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    last = (folder / "x.json").read_text()
+    card.gather(tmp_path / "out", {})
+    assert (tmp_path / "out" / "docs" / "data" / "x.json").read_text() == last
+    assert [path.name for path in (tmp_path / "out" / "docs" / "data").iterdir()] == ["x.json"]
+
+
+def test_a_part_that_cannot_be_run_holds_up_no_other(card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    (tmp_path / "good.py").write_text("print('a figure')")
+    run = card.run
+
+    def broken(part, *more):
+        if part.name == "bad":
+            raise OSError("no more processes")
+        return run(part, *more)
+
+    monkeypatch.setattr(card, "run", broken)
+    monkeypatch.setattr(card, "PARTS", [card.Part(name, 9, "good.py", "no.json") for name in ("bad", "good")])
+    monkeypatch.setattr(sys, "argv", ["card.py", "--cards", "0", "1", "--gather", str(tmp_path / "out")])
+    assert card.main() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "no more processes" in said[0] and said[1].endswith("a figure")
