@@ -2,6 +2,10 @@ import argparse
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -87,7 +91,7 @@ compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", replica
     first.train("again")  # like a run that is not there yet: not now
     first.train("slow")
     assert first.result()["missing"] == ["slower", "again", "third", "fast", "branch"] and first.compare() == []
-    shutil.rmtree(tmp_path / "runs")  # another session, which has what was gathered
+    shutil.rmtree(tmp_path / "runs")  # another lease, which has what was gathered
     second = script.Experiment(folder, args)
     for name in second.by_name:
         second.train(name)
@@ -101,3 +105,91 @@ compare = [{{name = "fast or not", a = ["slow", "slower"], a2 = "again", replica
     assert result["runs"]["fast"]["evaluations"]["--weightslast"][0]["step"] == 8
     assert result["runs"]["branch"]["val_loss"]["step"][-1] == 8
     json.dumps(result)
+
+
+def small(folder: Path, runs: str, more: str = "") -> None:
+    folder.mkdir()
+    (folder / "experiment.toml").write_text(
+        f'question = "?"\ncommon = {json.dumps(TINY)}\nruns = [{runs}]\n{more or "compare = []"}\n'
+    )
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> argparse.Namespace:
+    data = tmp_path / "data"
+    data.mkdir()
+    write_corpus(data / "corpus.u16", 2000)
+    write_corpus(data / "corpus.val.u16", 400, seed=1)
+    (data / "corpus.json").write_text('{"text_sha256": "of a test"}')
+    return argparse.Namespace(
+        data=data, runs=tmp_path / "runs", gathered=tmp_path / "gathered", override=["--no-qk-norm"], output=None
+    )
+
+
+def test_a_branch_whose_stem_was_trained_elsewhere_has_it_trained_again(script, args, tmp_path):
+    branch = '{name = "branch", options = ["--branch-from", "{runs}/stem:4"]}'
+    small(tmp_path / "small", f'{{name = "stem", options = []}}, {branch}')
+    first = script.Experiment(tmp_path / "small", args)
+    first.train("stem")
+    gathered = (args.gathered / "small/stem/facts.json").read_bytes()
+    shutil.rmtree(args.runs)
+    script.Experiment(tmp_path / "small", args).train("branch")
+    assert script.Experiment(tmp_path / "small", args).finished("branch")
+    assert (args.gathered / "small/stem/facts.json").read_bytes() == gathered
+
+
+def test_what_is_kept_of_a_run_counts_when_all_of_it_is_there(script, args, tmp_path, monkeypatch):
+    small(tmp_path / "small", '{name = "one", options = []}')
+    experiment = script.Experiment(tmp_path / "small", args)
+    write, left = script.write_bytes, list(script.KEPT)
+
+    def ended(path: Path, data: bytes) -> None:
+        if path.name == left[-1]:
+            raise KeyboardInterrupt
+        write(path, data)
+
+    monkeypatch.setattr(script, "write_bytes", ended)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.train("one")
+    assert not experiment.finished("one") and experiment.result()["missing"] == ["one"]
+    monkeypatch.setattr(script, "write_bytes", write)
+    experiment.train("one")
+    assert experiment.result()["missing"] == []
+
+
+def test_a_run_that_fails_keeps_no_other_from_being_trained(script, args, tmp_path, monkeypatch, capsys):
+    small(tmp_path / "small", '{name = "bad", options = []}, {name = "good", options = []}')
+    train = script.Experiment.train
+
+    def fails(self, name: str) -> None:
+        if name == "bad":
+            raise subprocess.CalledProcessError(79, "llmtrain")
+        train(self, name)
+
+    monkeypatch.setattr(script.Experiment, "train", fails)
+    words = ["--data", args.data, "--runs", args.runs, "--gathered", args.gathered, "--override=--no-qk-norm"]
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path / "small"), *map(str, words)])
+    assert script.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: bad: exit 79"
+    assert json.loads((tmp_path / "small/result.json").read_text())["missing"] == ["bad"]
+
+
+def test_experiments_that_are_begun_at_once_tokenize_once(script, tmp_path, monkeypatch):
+    data, calls = tmp_path / "data", []
+    data.mkdir()
+    (data / "text.jsonl.gz").write_bytes(b"text")
+
+    def slowly(*command: str) -> str:
+        calls.append(command[0])
+        time.sleep(0.2)
+        for name in ("corpus.u16.json", "corpus.val.u16.json"):
+            (data / name).write_text('{"tokens": 1, "documents": 1, "vocab_size": 1, "engine": {}}')
+        return ""
+
+    monkeypatch.setattr(script, "llmtrain", slowly)
+    threads = [threading.Thread(target=script.prepare, args=(data,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == ["train-tokenizer", "tokenize-corpus"]

@@ -2,28 +2,32 @@
 
     python scripts/experiments/run.py scripts/experiments/NAME [--only RUN ...] [--budget SECONDS]
 
-See README.md beside this file. What is finished is not done again, so it may be called as often as it takes.
+See README.md beside this file. What is finished is not done again, so it may be called as often as it takes, and of
+several experiments at once. Exits 1 where a command failed, after all that did not need it.
 """
 
 import argparse
+import fcntl
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from llmtrain.benchmark.machine import describe
 from llmtrain.report.curves import VAL_LOSS, read_curve
-from llmtrain.storage.atomic import write_json
+from llmtrain.storage.atomic import write_bytes, write_json
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.manifest import sha256_file
 
 KEPT = ("config.toml", "metrics.jsonl", "status.json")
-"""Of a run: all that a verdict rests on."""
+"""Of a run: all that a verdict rests on; the last says that it is finished, and so is kept last."""
 
 
 class Experiment:
@@ -33,6 +37,7 @@ class Experiment:
         self.runs_dir: Path = args.runs / folder.name
         self.gathered: Path = args.gathered / folder.name
         self.by_name = {run["name"]: run for run in self.plan["runs"]}
+        self.failed: list[str] = []
 
     def finished(self, name: str) -> bool:
         status = self.gathered / name / "status.json"
@@ -62,17 +67,23 @@ class Experiment:
         options = self.options(self.by_name[name])
         if options is None or self.finished(name):
             return
-        corpus = self.args.data / "corpus"
-        command = ["train", *options, "--tokens", f"{corpus}.u16", "--val-tokens", f"{corpus}.val.u16"]
-        command += ["--run-dir", str(self.runs_dir / name), "--resume", *self.args.override]
+        for source, step in re.findall(r"\{runs\}/(.+):(\d+)", "\n".join(self.by_name[name]["options"])):
+            if not (self.runs_dir / source / "checkpoints" / f"step-{int(step):08d}").is_dir():
+                self.fit(source)  # where it was gathered from its checkpoints stayed
         since = time.perf_counter()
-        llmtrain(*command)
+        self.fit(name)
+        facts = {"options": options, "seconds": time.perf_counter() - since, "machine": describe(on_card())}
         kept = self.gathered / name
         kept.mkdir(parents=True, exist_ok=True)
+        write_json(kept / "facts.json", facts)
         for file in KEPT:
-            shutil.copyfile(self.runs_dir / name / file, kept / file)
-        facts = {"options": options, "seconds": time.perf_counter() - since, "machine": describe(on_card())}
-        (kept / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+            write_bytes(kept / file, (self.runs_dir / name / file).read_bytes())
+
+    def fit(self, name: str) -> None:
+        corpus = self.args.data / "corpus"
+        command = ["train", *(self.options(self.by_name[name]) or []), "--tokens", f"{corpus}.u16"]
+        command += ["--val-tokens", f"{corpus}.val.u16", "--run-dir", str(self.runs_dir / name), "--resume"]
+        llmtrain(*command, *self.args.override)
 
     def evaluate(self) -> None:
         """Held-out losses of finished runs whose checkpoints are here, of all windows."""
@@ -80,7 +91,16 @@ class Experiment:
             for name in filter(self.finished, entry["runs"]):
                 run_dir, out = self.runs_dir / name, self.gathered / name / f"evaluate{''.join(entry['options'])}.json"
                 if not out.exists() and (run_dir / "checkpoints").is_dir():
-                    out.write_text(llmtrain("evaluate", "--run-dir", str(run_dir), "--json", *entry["options"]))
+                    text = llmtrain("evaluate", "--run-dir", str(run_dir), "--json", *entry["options"])
+                    write_bytes(out, text.encode())
+
+    @contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """A command that fails in this block is told in the end: what needs it is left out."""
+        try:
+            yield
+        except subprocess.CalledProcessError as error:
+            self.failed.append(f"{what}: exit {error.returncode}")
 
     def compare(self) -> list[dict[str, Any]]:
         """The verdicts on what is finished."""
@@ -97,9 +117,10 @@ class Experiment:
             for name in further:
                 options += ["--replicate", str(self.gathered / name)]
             plot = ["--plot", str(picture)] if has_matplotlib() else []
-            found = json.loads(llmtrain("compare", *paths, *options, *plot, "--json"))
-            print(f"{entry['name']}: {found['verdict']}, {found['difference']:+.4f}, {found['floors']} floors")
-            said.append({"name": entry["name"], "arms": dict(zip(("a", "a2", "b"), names, strict=True)), **found})
+            with self.going_on(f"compare {entry['name']}"):
+                found = json.loads(llmtrain("compare", *paths, *options, *plot, "--json"))
+                said.append({"name": entry["name"], "arms": dict(zip(("a", "a2", "b"), names, strict=True)), **found})
+                print(f"{entry['name']}: {found['verdict']}, {found['difference']:+.4f}, {found['floors']} floors")
         return said
 
     def result(self) -> dict[str, Any]:
@@ -149,23 +170,30 @@ def llmtrain(*command: str) -> str:
 
 
 def prepare(data: Path) -> None:
-    """Tokenizes the text of `corpus.py`, once."""
+    """Tokenizes the text of `corpus.py`, once; another experiment that is begun meanwhile waits for it."""
     text, tokenizer, corpus = data / "text.jsonl.gz", data / "tokenizer.json", data / "corpus.u16"
-    if (data / "corpus.json").exists():
-        return
-    llmtrain("train-tokenizer", "--input", str(text), "--output", str(tokenizer), "--vocab-size", "16384")
-    llmtrain(
-        "tokenize-corpus", "--input", str(text), "--tokenizer", str(tokenizer), "--output", str(corpus),
-        "--holdout", "0.02", "--workers", str(len(os.sched_getaffinity(0))),
-    )  # fmt: skip
-    facts: dict[str, Any] = {"text_sha256": sha256_file(text)}
-    for name in ("corpus.u16", "corpus.val.u16"):
-        manifest = json.loads((data / f"{name}.json").read_text())
-        facts[name] = {key: manifest[key] for key in ("tokens", "documents", "vocab_size", "engine")}
-    (data / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if not text.exists() and not (data / "corpus.json").exists():
+        raise SystemExit(f"{text} is not there: scripts/experiments/corpus.py makes it")
+    folder = os.open(data, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if (data / "corpus.json").exists():
+            return
+        llmtrain("train-tokenizer", "--input", str(text), "--output", str(tokenizer), "--vocab-size", "16384")
+        llmtrain(
+            "tokenize-corpus", "--input", str(text), "--tokenizer", str(tokenizer), "--output", str(corpus),
+            "--holdout", "0.02", "--workers", str(len(os.sched_getaffinity(0))),
+        )  # fmt: skip
+        facts: dict[str, Any] = {"text_sha256": sha256_file(text)}
+        for name in ("corpus.u16", "corpus.val.u16"):
+            manifest = json.loads((data / f"{name}.json").read_text())
+            facts[name] = {key: manifest[key] for key in ("tokens", "documents", "vocab_size", "engine")}
+        write_json(data / "corpus.json", facts)
+    finally:
+        os.close(folder)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", type=Path, help="folder with an experiment.toml")
     parser.add_argument("--only", action="append", help="train this run alone; repeat it for several")
@@ -185,11 +213,17 @@ def main() -> None:
             print(f"the budget is spent before {name}")
             break
         if not experiment.finished(name):
-            experiment.train(name)
+            with experiment.going_on(name):
+                experiment.train(name)
+                experiment.evaluate()
             write_json(output, experiment.result())  # so that what ends this process costs no run
-    experiment.evaluate()
+    with experiment.going_on("evaluate"):
+        experiment.evaluate()
     write_json(output, experiment.result())
+    failed = list(dict.fromkeys(experiment.failed))
+    print(f"FAILED: {'; '.join(failed)}" if failed else "nothing failed")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
