@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.benchmark.machine import headline
-from llmtrain.benchmark.tables import table
+from llmtrain.benchmark.tables import figure, table
 from llmtrain.storage.atomic import write_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -72,7 +72,7 @@ def of_fp8(group: Group) -> list[str]:
             if product in record:
                 one = record[product]
                 rows.append([
-                    record["scaling"], product, f"{one['error']:.1e}", f"{one['ms']:.3f}", f"{one['tflops']:.0f}",
+                    record["scaling"], product, figure(one["error"], ".1e"), f"{one['ms']:.3f}", f"{one['tflops']:.0f}",
                     f"{one['bf16_ms'] / one['ms']:.2f}",
                 ])  # fmt: skip
         for what, ms in record.get("quantise_ms", {}).items():

@@ -11,6 +11,7 @@ from llmtrain.benchmark.ops import section_lines
 from llmtrain.benchmark.rmsnorm import BUDGET, SEEDS, SMALL_ROWS
 from llmtrain.benchmark.tables import table
 from llmtrain.kernels.rmsnorm_routes import FOLD, LONGEST_SUM
+from llmtrain.storage.atomic import write_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -123,4 +124,4 @@ def page(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "ops.md").write_text(page(DOCS / "data"), encoding="utf-8")
+    write_bytes(DOCS / "ops.md", page(DOCS / "data").encode())

@@ -228,16 +228,18 @@ def measure_cases(
     ceilings: Ceilings | None = None,
     compiled: bool = True,
     tell: Callable[[str], None] | None = None,
+    keep: Callable[[list[dict[str, Any]], int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Every row of every case; small ones first without the arms that compile, before any of them has run, then all.
 
-    `compiled` False leaves those arms out altogether.
+    `compiled` False leaves those arms out altogether. `keep` gets the rows so far after each case, and how many cases
+    are still to come.
     """
     method = method or Method()
     turns = [(case, False) for case in cases if case.small and compiled and not compiler_in_process()]
     turns += [(case, compiled) for case in cases]
     records = []
-    for case, with_compiler in turns:
+    for taken, (case, with_compiler) in enumerate(turns, 1):
         for timed in case.rows(with_compiler):
             row = measure_row(timed, device=device, method=method, ceilings=ceilings)
             records.append({"op": case.op, "shape": dict(case.shape)} | row)
@@ -247,6 +249,8 @@ def measure_cases(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        if keep is not None:
+            keep(records, len(turns) - taken)
     return records
 
 

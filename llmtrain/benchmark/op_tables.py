@@ -1,6 +1,7 @@
 """Tables of the ops' benchmarks, out of what `op.measure_cases` returned."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmtrain.benchmark.statistics import range_line
@@ -17,11 +18,16 @@ LEGEND = (
 )
 
 
+def worst_of(errors: Mapping[str, float | None]) -> float:
+    """The largest; JSON has no word for an infinite one."""
+    return max((math.inf if error is None else error for error in errors.values()), default=0.0)
+
+
 def cell(arm: dict[str, Any]) -> str:
     """An arm's time with its marks."""
     if arm["status"] != "ok":
         return arm["status"]
-    worst = max(arm["errors"].values(), default=0.0)
+    worst = worst_of(arm["errors"])
     marks = ("~" if arm["noisy"] else "") + ("h" if arm["host_bound"] else "") + ("*" if arm["lacks"] else "")
     return f"{arm['ms']:.4g}{marks}" + (f" ({worst:.2g})" if worst > 1 else "")
 
@@ -36,7 +42,7 @@ def ratio(row: dict[str, Any]) -> str:
     if best is None:
         return NONE
     noisy = "~" if best["noisy"] or row["arms"][0]["noisy"] else ""
-    mark = "" if row["best_in_budget"] else f"! ({max(best['errors'].values()):.2g})"
+    mark = "" if row["best_in_budget"] else f"! ({worst_of(best['errors']):.2g})"
     return f"{best['ratio']:.2f}{best['verdict']}{noisy}{mark}"
 
 
@@ -90,7 +96,7 @@ def error_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for arm in row["arms"]:
             of_arm = worst.setdefault(arm["name"], {})
             for name, error in arm["errors"].items():
-                of_arm[name] = max(of_arm.get(name, 0.0), error)
+                of_arm[name] = max(of_arm.get(name, 0.0), worst_of({name: error}))
     outputs = list(dict.fromkeys(name for errors in worst.values() for name in errors))
     if not outputs:
         return []

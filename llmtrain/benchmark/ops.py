@@ -67,30 +67,41 @@ def head_cases(shapes: config.HeadShapesConfig, device: torch.device) -> list[Ca
 
 
 def measure_op(
-    kind: str, cases: Sequence[Case], timing: config.OpTimingConfig, tell: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """All rows of the cases, as JSON: what docs/ops.md is made from."""
+    kind: str, cases: Sequence[Case], timing: config.OpTimingConfig, tell: Callable[[str], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """All rows of the cases, as JSON: what docs/ops.md is made from. `keep` gets what there is of it after each case,
+    so that what ends the process leaves that."""
     begin = time.perf_counter()
     device = pick_device(timing.device)
     machine = describe(device.type == "cuda")
     machine["versions"] |= {name: installed(name) for name in PEER_PACKAGES}
     ceilings = measure_ceilings(device)
     method = Method(timing.sessions, timing.rounds, timing.samples, timing.turn_seconds)
-    rows = measure_cases(cases, device=device, method=method, ceilings=ceilings, compiled=timing.compile, tell=tell)
-    return {
-        "kind": kind,
-        "machine": machine,
-        "ceilings": ceilings.as_dict(),
-        "method": asdict(method),
-        "seconds": time.perf_counter() - begin,
-        "rows": rows,
-    }
+
+    def so_far(rows: list[dict[str, Any]], missing: int) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "machine": machine,
+            "ceilings": ceilings.as_dict(),
+            "method": asdict(method),
+            "seconds": time.perf_counter() - begin,
+            "missing": missing,
+            "rows": rows,
+        }
+
+    rows = measure_cases(
+        cases, device=device, method=method, ceilings=ceilings, compiled=timing.compile, tell=tell,
+        keep=(lambda rows, missing: keep(so_far(rows, missing))) if keep else None,
+    )  # fmt: skip
+    return so_far(rows, 0)
 
 
 def section_lines(data: dict[str, Any]) -> list[str]:
     """What `measure_op` returned, without a heading."""
     told = f"{headline(data['machine'])} {ceilings_line(data['ceilings'])} {method_line(data['method'])}"
-    return [f"{told} It took {data['seconds']:.0f} s.", "", *op_lines(data["rows"])]
+    unfinished = f" **Unfinished**: {data['missing']} more cases were to come." if data.get("missing") else ""
+    return [f"{told} It took {data['seconds']:.0f} s.{unfinished}", "", *op_lines(data["rows"])]
 
 
 def op_markdown(data: dict[str, Any]) -> str:

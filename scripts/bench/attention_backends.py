@@ -22,6 +22,7 @@ from llmtrain.benchmark.config import OpTimingConfig
 from llmtrain.benchmark.op_tables import LEGEND
 from llmtrain.benchmark.ops import measure_op, section_lines
 from llmtrain.benchmark.tables import table
+from llmtrain.storage.atomic import make_parent, write_bytes, write_json
 
 TEXT = """# Attention within documents
 
@@ -149,7 +150,12 @@ def main() -> int:
     for name in measured:
         cases = [make_case(shape, torch.device(timing.device)) for shape in shapes()[name]]
         timing = replace(timing, compile=name in COMPILED and not arguments.no_compile)
-        data["groups"][name] = measure_op(name, cases, timing, tell=lambda line: print(line, flush=True))
+
+        def keep(group: dict[str, Any], name: str = name) -> None:
+            data["groups"][name] = group
+            save(data, where, arguments.output)
+
+        measure_op(name, cases, timing, tell=lambda line: print(line, flush=True), keep=keep)
         for row in data["groups"][name]["rows"]:
             for arm in row["arms"]:
                 what = f"{' '.join(map(str, row['shape'].values()))} {row['what']} {arm['name']}"
@@ -157,7 +163,6 @@ def main() -> int:
                     wrong.append(f"FAILED: {what}: {arm['reason']}")
                 elif arm["ours"] and arm["status"] == "ok" and not all(e <= 1 for e in arm["errors"].values()):
                     wrong.append(f"OUTSIDE THE BUDGET: {what}: {arm['errors']}")
-        save(data, where, arguments.output)  # a group that fails loses no other
     if arguments.page:
         save(data, where, arguments.output)
     rows = [row for name in measured or data["groups"] for row in data["groups"][name]["rows"]]
@@ -168,10 +173,10 @@ def main() -> int:
 
 
 def save(data: dict[str, Any], where: Path, output: Path) -> None:
-    where.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(where)
     if data["groups"]:
-        where.write_text(json.dumps(data, indent=1) + "\n")
-    output.write_text(page(data))
+        write_json(where, data)
+    write_bytes(output, page(data).encode())
 
 
 if __name__ == "__main__":

@@ -74,7 +74,10 @@ class Part:
         data = json.loads((ROOT / path).read_text()) if (ROOT / path).exists() else None
         if self.cards > 1 and data:  # rows of the same names there may be of another number
             data |= {"rows": [row for row in data["rows"] if row["ranks"] == self.cards]}
-        return all(whole(entry_of(data, key)) for key in keys.split(", ")) if keys else whole(data)
+        if not keys:
+            return whole(data)
+        missing = (data or {}).get("missing") or ()
+        return all(key not in missing and whole(entry_of(data, key)) for key in keys.split(", "))
 
 
 def entry_of(data: Any, key: str) -> Any:

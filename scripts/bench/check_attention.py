@@ -182,7 +182,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.smoke else "cuda")
-    report = Report(describe(not arguments.smoke))
+    report = Report(describe(not arguments.smoke), arguments.output)
     for part in ("results",) if arguments.smoke else arguments.only or PARTS:
         report.begin(part)
         if part == "results":
@@ -191,7 +191,7 @@ def main() -> int:
         else:
             time_backends(report)
             time_documents(report)
-    return report.end(arguments.output)
+    return report.end()
 
 
 if __name__ == "__main__":

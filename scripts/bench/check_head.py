@@ -262,12 +262,12 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    report = Report(describe(True))
+    report = Report(describe(True), arguments.output)
     for part in arguments.only or PARTS:
         report.begin(part)
         PARTS[part](report)
         torch.cuda.empty_cache()
-    return report.end(arguments.output)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def main() -> int:
     torch.manual_seed(0)
     begin = time.perf_counter()
     device = torch.device("cpu" if arguments.cpu else "cuda")
-    report = Report(describe(not arguments.cpu))
+    report = Report(describe(not arguments.cpu), arguments.output)
     bench = Bench(report, device, arguments.tune)
     with choice.forced(choice.TRITON) if arguments.cpu else contextlib.nullcontext():
         for op in arguments.only or OPS:
@@ -257,7 +257,7 @@ def main() -> int:
                 if not arguments.cpu:
                     torch.cuda.empty_cache()
     print(f"{time.perf_counter() - begin:.0f} s")
-    return report.end(arguments.output)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -18,15 +18,17 @@ def add_groups(output: Path, groups: dict[str, dict[str, Any]]) -> None:
 
 
 class Report:
-    """Lines on stdout, the same as records for a file, in groups, and what did not hold."""
+    """Lines on stdout, the same as records for a file, in groups, and what did not hold. A group is in `output` when
+    the next one begins."""
 
-    def __init__(self, machine: dict[str, Any]) -> None:
-        self.machine = machine
+    def __init__(self, machine: dict[str, Any], output: Path | None) -> None:
+        self.machine, self.output = machine, output
         self.groups: dict[str, dict[str, Any]] = {}
         self.wrong: list[str] = []
 
     def begin(self, group: str) -> None:
         """What is added from here on belongs to `group`."""
+        self.save()
         self.records: list[dict[str, Any]] = []
         self.groups[group] = {"machine": self.machine, "records": self.records}
 
@@ -41,9 +43,12 @@ class Report:
             self.wrong.append(op)
         self.add(op, **fields, verdict="ok" if held else "WRONG")
 
-    def end(self, output: Path | None) -> int:
-        """Adds the groups to `output`; the exit code, and a last line that says why."""
-        if output:
-            add_groups(output, self.groups)
+    def save(self) -> None:
+        if self.output and self.groups:
+            add_groups(self.output, self.groups)
+
+    def end(self) -> int:
+        """The exit code, and a last line that says why."""
+        self.save()
         print(f"WRONG: {', '.join(dict.fromkeys(self.wrong))}" if self.wrong else "all within tolerance")
         return int(bool(self.wrong))

@@ -8,7 +8,7 @@ from typing import Any
 from precision_page import NOT_MEASURED, Held, bar_table, experts_bar, ladder
 
 from llmtrain.benchmark.machine import headline
-from llmtrain.benchmark.tables import table
+from llmtrain.benchmark.tables import figure, table
 
 LOOP, GROUPED, GROUPED_FP8 = "loop over experts, bf16", "grouped, bf16", "grouped, FP8"
 FUSED, FUSED_FP8 = "grouped and fused, bf16", "grouped and fused, FP8"
@@ -52,8 +52,8 @@ def rung_rows(rungs: Sequence[dict[str, Any]]) -> list[list[str]]:
         before = by_name.get((r["tokens"], r["experts"], AGAINST.get(r["rung"], "")))
         gain = f"{before['ms'] / r['ms']:.2f} times {before['rung']}" if before else ""
         rows.append([
-            *place, r["ran"], f"{r['forward_ms']:.3f}", f"{r['ms']:.3f}", f"{r['ulps']:.1f}",
-            f"{r['relative_error']:.2e}", gain,
+            *place, r["ran"], f"{r['forward_ms']:.3f}", f"{r['ms']:.3f}", figure(r["ulps"], ".1f"),
+            figure(r["relative_error"], ".2e"), gain,
         ])  # fmt: skip
     return rows
 
@@ -91,7 +91,7 @@ def page(data: dict[str, Any] | None, precision: dict[str, Any] | None, source: 
         [
             f"{r['tokens']:,}", str(r["experts"]), r["product"], r["by"], f"{r['ms']:.3f}", f"{r['tflops']:.0f}",
             f"{r['bits_of_the_loop']:.2%}" if "bits_of_the_loop" in r else "",
-            f"{r['relative_error']:.1e}" if "relative_error" in r else "",
+            figure(r["relative_error"], ".1e") if "relative_error" in r else "",
         ]
         for r in products if "ms" in r
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from llmtrain.benchmark.head import Shape, make_case
 from llmtrain.benchmark.op_tables import LEGEND
 from llmtrain.benchmark.ops import measure_op, section_lines
 from llmtrain.benchmark.tables import table
+from llmtrain.storage.atomic import make_parent, write_bytes, write_json
 
 SHAPE = Shape(tokens=16384, width=1280, vocabulary=65536)
 
@@ -82,9 +83,9 @@ def main() -> int:
                                 compile=not arguments.no_compile)  # fmt: skip
         cases = [make_case(SHAPE, torch.device(timing.device))]
         data = measure_op("head", cases, timing, tell=lambda line: print(line, flush=True))
-        where.parent.mkdir(parents=True, exist_ok=True)
-        where.write_text(json.dumps(data, indent=1) + "\n")
-    arguments.output.write_text(page(data))
+        make_parent(where)
+        write_json(where, data)
+    write_bytes(arguments.output, page(data).encode())
     missed = [" ".join(row) for row in bar_rows(data["rows"][-1]) if row[-1] == "NO"] if data else []
     for line in missed:
         print(f"BAR MISSED: {line}")

@@ -287,14 +287,16 @@ def main() -> int:
     layer = Layer(tokens=96, d_model=64, width=32, k=2, sequences=2) if args.smoke else Layer()
     samples = 3 if args.quick or args.smoke else 15
     shared = {name: value for name, value in vars(layer).items() if name != "tokens"}
+    of_tokens = args.tokens or ([96] if args.smoke else [2048, 32768])
+    sizes = [(tokens, n) for tokens in of_tokens for n in args.experts or ([4] if args.smoke else [32, 48, 64, 96])]
     data: dict[str, Any] = {"machine": describe(device.type == "cuda"), "layer": shared, "rungs": [], "products": []}
-    for tokens in args.tokens or ([96] if args.smoke else [2048, 32768]):
-        for n_experts in args.experts or ([4] if args.smoke else [32, 48, 64, 96]):
-            inputs = Inputs(dataclasses.replace(layer, tokens=tokens), n_experts, device)
-            data["rungs"] += rung_records(inputs, n_experts, samples)
-            data["products"] += product_records(inputs, n_experts, samples)
-            write(data, drawn=False)
-            del inputs
+    for taken, (tokens, n_experts) in enumerate(sizes, 1):
+        inputs = Inputs(dataclasses.replace(layer, tokens=tokens), n_experts, device)
+        data["rungs"] += rung_records(inputs, n_experts, samples)
+        data["products"] += product_records(inputs, n_experts, samples)
+        data["missing"] = len(sizes) - taken
+        write(data, drawn=False)
+        del inputs
     write(data, drawn=not args.smoke)
     wrong = []
     for r in data["rungs"]:

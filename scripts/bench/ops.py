@@ -2,7 +2,7 @@
 
     python scripts/bench/ops.py [--only PART ...] [--quick] [--out DIR] [--device cpu]
 
-Writes DIR/ops-PART.json (docs/data by default) after each part; `python scripts/docs_ops.py` then makes the page.
+Writes DIR/ops-PART.json (docs/data by default) after each case; `python scripts/docs_ops.py` then makes the page.
 Expected on one H200: rmsnorm 80 s, crossover 25 s, swiglu 25 s, gemm 10 s; --quick takes about a quarter (2 sessions,
 fewer shapes, the compiler without its own tuning). Peers that are not installed are listed as absent: put Liger's
 package on PYTHONPATH.
@@ -102,8 +102,8 @@ def main() -> int:
             compile=part != "gemm" and not arguments.no_compile,  # its autotuning of products takes minutes
         )  # fmt: skip
         cases = PARTS[part](device, arguments.quick)
-        data = measure_op(part, cases, timing, tell=functools.partial(print, flush=True))
-        write_json(arguments.out / f"ops-{part}.json", data)
+        keep = functools.partial(write_json, arguments.out / f"ops-{part}.json")
+        data = measure_op(part, cases, timing, tell=functools.partial(print, flush=True), keep=keep)
         print(f"{part}: {data['seconds']:.0f} s, {time.perf_counter() - begin:.0f} s in all", flush=True)
     return 0
 

@@ -9,7 +9,8 @@
 
 Each measurement starts its ranks anew: one card, all ranks, one card again (what the two differ by is the floor). With
 several ranks a step of data parallel is timed with its sum over them and without, in turns. Rows measured before stay
-in the JSON, each with the machine it was taken on.
+in the JSON, each with the machine it was taken on. Where the ranks fail in a row, those before it count; exits 1 then,
+and where a check does not hold.
 """
 
 import argparse
@@ -284,8 +285,16 @@ def environments(ranks: int) -> list[dict[str, str]]:
     return [{**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
 
 
+class RanksEnded(RuntimeError):
+    """Ranks that failed; `out` is what rank 0 had printed."""
+
+    def __init__(self, text: str, out: str) -> None:
+        super().__init__(text)
+        self.out = out
+
+
 def on_ranks(ranks: int, command: list[str], quiet: bool = False) -> str:
-    """Runs a command as so many ranks; what rank 0 prints. Raises RuntimeError where one fails."""
+    """Runs a command as so many ranks; what rank 0 prints. Raises RanksEnded where one fails."""
     processes = [
         subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL if i or quiet else subprocess.PIPE)
         for i, env in enumerate(environments(ranks))
@@ -293,14 +302,24 @@ def on_ranks(ranks: int, command: list[str], quiet: bool = False) -> str:
     out = processes[0].communicate()[0] or ""
     codes = [process.wait() for process in processes]
     if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}: {' '.join(command)}")
+        raise RanksEnded(f"ranks ended with {codes}: {' '.join(command)}", out)
     return out
 
 
-def measured(args: argparse.Namespace, ranks: int, folder: str, *more: str) -> list[dict[str, Any]]:
+def measured(
+    args: argparse.Namespace, ranks: int, folder: str, rows: list[str], *more: str, partly: bool = False
+) -> list[dict[str, Any]]:
+    """What rank 0 measures; `partly`: up to where a rank fails, if that is behind a row."""
     command = [sys.executable, __file__, "--worker", "--folder", folder, "--seconds", str(args.seconds)]
-    command += ["--bursts", str(args.bursts), *["--smoke"] * args.smoke, "--rows", *args.rows, *more]
-    return [json.loads(line) for line in on_ranks(ranks, command).splitlines()]
+    command += ["--bursts", str(args.bursts), *["--smoke"] * args.smoke, "--rows", *rows, *more]
+    try:
+        out = on_ranks(ranks, command)
+    except RanksEnded as ended:
+        if not (partly and '"row"' in ended.out):
+            raise
+        print(ended, flush=True)
+        out = ended.out[: ended.out.rindex("\n")]  # but for a line that was cut off
+    return [json.loads(line) for line in out.splitlines()]
 
 
 def topology() -> str | None:
@@ -313,9 +332,9 @@ def topology() -> str | None:
 
 def measure_rows(args: argparse.Namespace, machine: dict, folder: str) -> tuple[list[dict], list[dict]]:
     """The table's rows, and the sums over ranks."""
-    before = {r["row"]: r for r in measured(args, 1, folder)}
-    many = measured(args, args.ranks, folder)
-    after = {r["row"]: r for r in measured(args, 1, folder)}
+    before = {r["row"]: r for r in measured(args, 1, folder, args.rows, partly=True)}
+    many = measured(args, args.ranks, folder, [*before], partly=True)
+    after = {r["row"]: r for r in measured(args, 1, folder, [r["row"] for r in many if "row" in r])}
     known = {row.name: row for row in rows_of(args.smoke)}
     rows = []
     for result in (r for r in many if "row" in r):
@@ -391,7 +410,9 @@ def run_checks(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     hashes = []
     for run_dir, step in ((folder / "many", quarter), (back, 2 * quarter)):
         where = str(checkpoint.folder_of(run_dir, step))
-        (one_hash,), (many_hash,) = (measured(args, n, str(folder), "--hash", where) for n in (1, args.ranks))
+        (one_hash,), (many_hash,) = (
+            measured(args, ranks, str(folder), args.rows, "--hash", where) for ranks in (1, args.ranks)
+        )
         hashes.append(many_hash["same"] and one_hash["hashes"] == many_hash["hashes"])
     whole = dict(start=0, stop=997, sequences_per_step=args.sequences, batch_size=share)
     of_ranks = zip(*(micro_batches(**whole, rank=r, ranks=args.ranks) for r in range(args.ranks)), strict=True)
@@ -447,6 +468,9 @@ def main() -> None:
             taken = {(row["name"], row["ranks"]) for row in rows}
             data["rows"] = [r for r in data["rows"] if (r["name"], r["ranks"]) not in taken] + rows
             data["sums"] = [p for p in data["sums"] if p["ranks"] != args.ranks] + sums
+            if failed := [name for name in args.rows if (name, args.ranks) not in taken]:
+                print(f"FAILED: {', '.join(failed)}")
+                holds = False
     print(f"took {time.perf_counter() - since:.0f} s")
     if args.output and data["rows"]:
         write_table(args.output, data, markdown(data, f"data/{data_path(args.output).name}"))

@@ -224,8 +224,9 @@ def main() -> int:
     arms = [arm for arm in (ON_CPU if args.smoke else ARMS) if not args.arm or arm.name in args.arm]
     names, picked = list(args.only or LADDERS), {arm.name for arm in arms}
     machine, taken = describe(on_card), []
-    data: dict[str, Any] = {"arms": [arm.name for arm in arms], "runs": []}
+    data: dict[str, Any] = {"arms": [arm.name for arm in arms], "missing": [] if args.smoke else [*names], "runs": []}
     if args.add and before:
+        data["missing"] += [name for name in before.get("missing", []) if name not in names]
         data["runs"] = [r for r in before["runs"] if r["name"] not in names or r["arm"] not in picked]
         there = picked | {r["arm"] for r in data["runs"]}
         data["arms"] = [arm.name for arm in ARMS if arm.name in there]
@@ -253,6 +254,7 @@ def main() -> int:
                     continue
                 short = Path(name).stem if args.smoke else name
                 run_rung(short, arm, shape, timing, Path(folder), args.quick or args.smoke, keep)
+            data["missing"] = [other for other in data["missing"] if other != name]
     write(data, drawn=True)
     failed = [f"{r['name']} {r['arm']}: {r['reason']}" for r in taken if r["status"] == "failed"]
     print(f"FAILED: {'; '.join(failed)}" if failed else f"{len(taken)} runs")

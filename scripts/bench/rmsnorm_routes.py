@@ -263,6 +263,7 @@ def main() -> int:
         measured = ", ".join(str(r["width"]) for r in records)
         origin = f"measured on {machine['card']['name'] if machine['card'] else 'a CPU'}: widths {measured}"
         data = {"machine": machine, "grid": grid, "inputs": inputs, "every_64th": arguments.long, "widths": records}
+        data["missing"] = [other for other in widths if other not in {r["width"] for r in records}]
         write_json(arguments.data, data)
         write_bytes(arguments.table, table_source(forward, backwards, origin).encode())
     return 0

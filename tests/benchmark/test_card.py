@@ -94,18 +94,21 @@ def test_what_is_missing_comes_first_and_is_summed_up(card, tmp_path, monkeypatc
     (tmp_path / "kept.json").write_text(json.dumps(data))
     (tmp_path / "cut.json").write_text('{"machine": {}, "planned": 3, "rows": [1, 2]}')
     (tmp_path / "some.json").write_text('{"missing": ["a run"], "runs": {}}')
+    (tmp_path / "work.json").write_text('{"missing": ["1b"], "runs": [{"name": "1b"}, {"name": "2b"}]}')
+    (tmp_path / "ops.json").write_text('{"missing": 2, "machine": {}, "rows": [1]}')
     results = {
         "there": "kept.json: 4x1024", "both": "kept.json: 4x1024, new", "machine not kept": "kept.json: old",
-        "not an entry": "kept.json: strong", "cut short": "cut.json", "a run short": "some.json", "none": "none.json",
+        "not an entry": "kept.json: strong", "cut short": "cut.json", "a run short": "some.json", "in work": "work.json: 1b",
+        "done there": "work.json: 2b", "cases to come": "ops.json", "none": "none.json",
     }  # fmt: skip
     monkeypatch.setattr(card, "PARTS", [card.Part(name, 10, "x.py", result) for name, result in results.items()])
-    missing = ["machine not kept", "not an entry", "cut short", "a run short", "none"]
-    for more, names in (([], [*missing, "there", "both"]), (["--missing"], missing)):
+    missing = ["machine not kept", "not an entry", "cut short", "a run short", "in work", "cases to come", "none"]
+    for more, names in (([], [*missing, "there", "both", "done there"]), (["--missing"], missing)):
         monkeypatch.setattr(sys, "argv", ["card.py", "--list", *more])
         assert card.main() == 0
         *lines, last = capsys.readouterr().out.splitlines()
         assert [line.split("  ")[0] for line in lines] == [name[:18].rstrip() for name in names]
-        assert last == f"50 s for 5 that are missing, {10 * len(names)} s for all {len(names)}"
+        assert last == f"70 s for 7 that are missing, {10 * len(names)} s for all {len(names)}"
 
 
 def test_rows_of_two_cards_are_not_those_of_four_and_an_order_that_is_asked_for_is_kept(

@@ -36,20 +36,25 @@ def run(script, monkeypatch, capsys):
     return go
 
 
+def read(output: Path) -> dict:
+    return json.loads(output.read_text())["groups"] if output.exists() else {}
+
+
 def test_groups_of_other_turns_stay_each_with_its_machine(script, tmp_path, capsys):
     checks, output = script("bench/checks"), tmp_path / "data" / "x.json"
     for machine, groups in (("first", ("a", "b")), ("second", ("b",))):
-        report = checks.Report({"cpu": machine})
+        report = checks.Report({"cpu": machine}, output)
         for group in groups:
             report.begin(group)
             report.check("holds", True, of=group)
-        assert report.end(output) == 0
+            assert set(groups[: groups.index(group)]) <= set(read(output)), "those before it are there already"
+        assert report.end() == 0
     found = json.loads(output.read_text())["groups"]
     assert {name: group["machine"]["cpu"] for name, group in found.items()} == {"a": "first", "b": "second"}
     capsys.readouterr()
     report.check("one", False, error=2.0)
     report.check("other", True)
-    assert report.end(None) == 1
+    assert report.end() == 1
     assert capsys.readouterr().out.splitlines() == ["one: error=2 verdict=WRONG", "other: verdict=ok", "WRONG: one"]
 
 
@@ -84,7 +89,7 @@ def test_kernels_are_checked_op_by_op_and_a_way_around_the_kernel_is_named(scrip
     run("check_kernels", output, "--cpu", "--only", "swiglu", module=check)
     code, _, groups = run("check_kernels", output, "--cpu", "--only", "embedding", module=check)
     assert code == 0 and set(groups) == {"swiglu", "embedding"}
-    bench = check.Bench(check.Report({}), check.torch.device("cpu"), False)
+    bench = check.Bench(check.Report({}, None), check.torch.device("cpu"), False)
     bench.report.begin("embedding")
     check.choice.ran["embedding"] = check.choice.REFERENCE
     bench.check_ran("embedding", "3x4")

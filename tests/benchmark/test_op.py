@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from llmtrain.benchmark.ceilings import Ceilings
 from llmtrain.benchmark.op import Arm, Budget, Case, Judgement, Timed, judge, measure_cases, measure_row
 from llmtrain.benchmark.op_tables import op_lines
 from llmtrain.benchmark.timing import Method, Work
+from llmtrain.storage.atomic import json_bytes
 
 CPU = torch.device("cpu")
 METHOD = Method(sessions=2, rounds=2, samples=3, warmup=1)
@@ -151,3 +153,19 @@ def test_long_calls_have_fewer_samples_but_never_few(monkeypatch):
     assert taken == {0.1: 2 * 60, 0.5: 2 * 40, 4: 2 * 11}
     with pytest.raises(ValueError, match="turn_seconds"):
         Method(turn_seconds=0)
+
+
+def test_an_arm_whose_error_is_infinite_is_shown_when_its_json_is_read_back():
+    endless = Judgement({"dx": float("inf"), "dw": 0.5})
+    row = row_of({"ours": arm(1, ours=True), "wrong": arm(2, judgement=endless)})
+    text = tables(json.loads(json_bytes(row)))
+    assert "(inf)" in text and "| wrong | inf | 0.5 |" in text
+
+
+def test_what_there_is_after_each_case_is_kept_with_the_number_that_is_to_come():
+    kept = []
+    cases = [Case("nap", {"T": t}, lambda compiled: [Timed("forward", {"ours": arm(1)}, 1)]) for t in (1, 2)]
+    rows = measure_cases(
+        cases, device=CPU, method=METHOD, compiled=False, keep=lambda rows, left: kept.append((len(rows), left))
+    )
+    assert kept == [(1, 1), (2, 0)] and len(rows) == 2

@@ -1,12 +1,15 @@
+import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmtrain.benchmark.config import Shape
 from llmtrain.benchmark.scaling import (
     Cluster,
     Link,
@@ -20,6 +23,8 @@ from llmtrain.benchmark.scaling import (
     pipelines_s,
     ring,
 )
+from llmtrain.benchmark.scaling_tables import SIZES, modelled
+from llmtrain.model.config import ModelConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts/bench/parallel.py"
 FAR = Link(1e-5, 50e9)
@@ -93,3 +98,47 @@ def test_the_script_measures_two_ranks_and_writes_its_page(tmp_path):
     assert "| pipeline | strong | pipeline, 1f1b | 2 | 4 x 64 x 4 |" in page
     assert "| fsdp-kept | weak | fsdp, kept | 2 | 4 x 64 x 1 |" in page
     assert "tokens | fp32 | none | pipeline, 1f1b | 2 |" in page.split("## Pipelines against data parallel")[1]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("script_parallel", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "script_parallel", module)  # where dataclasses look a module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rows_before_one_in_which_ranks_fail_are_kept_and_it_is_told(script, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def on_ranks(ranks: int, command: list[str], quiet: bool = False) -> str:
+        rows = command[command.index("--rows") + 1 :]
+        asked.append((ranks, rows))
+        lines = [{"sums": [{"ranks": ranks, "bytes": 4, "seconds": 1.0}]}] if ranks > 1 else []
+        for name in rows:
+            if ranks > 1 and name == "pipeline":
+                half = json.dumps({"row": name})[:5]
+                raise script.RanksEnded("ranks ended", "".join(json.dumps(line) + "\n" for line in lines) + half)
+            shape = asdict(script.rows_of(smoke=True)[0].shape)
+            taken = {"step_s": {"apart": [1.0, 1.0], "together": [1.0, 1.0]}, "single_s": [1.0, 1.0]}
+            lines.append({"row": name, "shape": shape, **taken})
+        return "".join(json.dumps(line) + "\n" for line in lines)
+
+    monkeypatch.setattr(script, "on_ranks", on_ranks)
+    output = tmp_path / "scaling.md"
+    words = ["parallel.py", "--smoke", "--rows", "weak-1", "pipeline", "fsdp", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="1"):
+        script.main()
+    assert "FAILED: pipeline, fsdp" in capsys.readouterr().out
+    assert asked == [(1, words[3:6]), (2, words[3:6]), (1, ["weak-1"])]
+    data = json.loads((tmp_path / "data/scaling.json").read_text())
+    assert [row["name"] for row in data["rows"]] == ["weak-1"] and "| weak-1 | weak |" in output.read_text()
+
+
+def test_a_row_of_two_and_of_four_is_one_line_of_clusters():
+    shape = asdict(Shape(ModelConfig(vocab_size=64, max_seq_len=16), batch_size=8, seq_len=16))
+    row = {"name": "weak-1", "strong": False, "parallel": "ddp", "one_shape": shape, "one_step_s": [0.1, 0.1]}
+    lines = modelled([row | {"ranks": 4}, row | {"ranks": 2}], Link(1e-6, 300e9))
+    assert [line[:2] for line in lines] == [["weak-1", str(cards)] for cards in SIZES]
