@@ -8,7 +8,8 @@ all the same: the slow, the wrong and the absent.
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,18 +152,37 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:200]
 
 
-def failure(arm: Arm, device: torch.device, graph: bool) -> str:
-    """Why the arm cannot be timed, or nothing."""
+def waits(run: Callable[[], object]) -> bool:
+    """Whether a call waits for the device. Found out before it is captured: a capture that fails leaves torch's random
+    numbers unusable in the process."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def trial(arm: Arm, device: torch.device, graph: bool) -> tuple[str, bool]:
+    """Why the arm cannot be timed, or nothing, and whether it can be captured where graphs are wanted. Of ours the
+    latter is taken for granted."""
     try:
         work = arm.build()
         work.bound()()
         if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            if graph and not arm.ours and waits(work.bound()):
+                return "", False
             if graph:
                 captured(work, device)()
             torch.cuda.synchronize(device)
     except Exception as error:  # a peer may fail in any way, and the other arms are timed all the same
-        return reason(error)
-    return ""
+        return reason(error), True
+    return "", True
 
 
 def measure_row(
@@ -170,10 +190,15 @@ def measure_row(
 ) -> dict[str, Any]:
     """One row as JSON: its floor, each arm, and the best peer. Raises RuntimeError where our own arm fails."""
     measure_name = next(iter(timed.arms))
-    failed = {name: failure(arm, device, method.graph) for name, arm in timed.arms.items() if not arm.absent}
+    trials = {name: trial(arm, device, method.graph) for name, arm in timed.arms.items() if not arm.absent}
+    failed = {name: why for name, (why, _) in trials.items()}
     if reason_of_ours := failed.get(measure_name, "absent"):
         raise RuntimeError(f"{timed.what}: {measure_name} failed: {reason_of_ours}")
-    builds = {name: timed.arms[name].build for name, why in failed.items() if not why}
+
+    def build(name: str) -> Work:
+        return replace(timed.arms[name].build(), capturable=trials[name][1])
+
+    builds = {name: partial(build, name) for name, why in failed.items() if not why}
     measured, floor = measure(builds, device=device, replicate=[measure_name], method=method)
     ours = measured[measure_name]
     arms = []
@@ -195,6 +220,7 @@ def measure_row(
             "noisy": taken.times.noisy,
             "host_ms": taken.host.pooled,
             "host_bound": taken.host_bound,
+            "captured": trials[name][1],
             "ratio": comparison.ratio,
             "verdict": comparison.verdict,
         }

@@ -10,7 +10,8 @@ from llmtrain.benchmark.tables import NONE, figure, percent, table
 LEGEND = (
     "Milliseconds of device time, the median of all sessions' samples. `+` ours is faster and `-` slower than the best "
     "peer by more than the floor in every session, `=` neither. `~`: session medians of an arm spread over 5%. `h`: "
-    "the host takes longer to issue the call than the device to run it. `(x)`: the arm's worst error is x times its "
+    "the host takes longer to issue the call than the device to run it. `e`: it waits for the device, as nothing in a "
+    "graph can, and the eager call is timed. `(x)`: the arm's worst error is x times its "
     "tolerance, so it does not compete; `!`: no peer is inside the budget, and the fastest is compared. `*`: it does "
     "not deliver what ours does, and does not compete; what it lacks is said below. Of copy: the bytes the op must "
     "move, over its time, as a share of a device copy's rate in the same run; of matmul: the same of FLOPs. Floor: the "
@@ -28,7 +29,8 @@ def cell(arm: dict[str, Any]) -> str:
     if arm["status"] != "ok":
         return arm["status"]
     worst = worst_of(arm["errors"])
-    marks = ("~" if arm["noisy"] else "") + ("h" if arm["host_bound"] else "") + ("*" if arm["lacks"] else "")
+    marks = ("~" if arm["noisy"] else "") + ("h" if arm["host_bound"] else "")
+    marks += ("" if arm.get("captured", True) else "e") + ("*" if arm["lacks"] else "")
     return f"{arm['ms']:.4g}{marks}" + (f" ({worst:.2g})" if worst > 1 else "")
 
 

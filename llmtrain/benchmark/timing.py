@@ -56,6 +56,8 @@ class Work:
     prepare: Callable[[], object] | None = None
     """Untimed, on the stream of what is timed: the forward of a backward that is timed by itself. Autograd runs a
     backward on its forward's stream, and one on any other could not be captured."""
+    capturable: bool = True
+    """False: it waits for the device, as nothing in a CUDA graph can, and so the eager call is timed."""
 
     def bound(self) -> Callable[[], object]:
         """`run` with what it needs; `prepare` is called here."""
@@ -208,7 +210,8 @@ def run_session(
         eager[name] = work.bound()
         for _ in range(method.warmup):
             eager[name]()
-        timed[name] = captured(work, device) if on_card and method.graph else eager[name]
+        graph = on_card and method.graph and work.capturable
+        timed[name] = captured(work, device) if graph else eager[name]
     names = list(arms)
     taken: dict[str, tuple[list[list[float]], list[list[float]]]] = {name: ([], []) for name in names}
     for turn in range(method.rounds):

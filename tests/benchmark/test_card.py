@@ -98,8 +98,8 @@ def test_what_is_missing_comes_first_and_is_summed_up(card, tmp_path, monkeypatc
     (tmp_path / "ops.json").write_text('{"missing": 2, "machine": {}, "rows": [1]}')
     results = {
         "there": "kept.json: 4x1024", "both": "kept.json: 4x1024, new", "machine not kept": "kept.json: old",
-        "not an entry": "kept.json: strong", "cut short": "cut.json", "a run short": "some.json", "in work": "work.json: 1b",
-        "done there": "work.json: 2b", "cases to come": "ops.json", "none": "none.json",
+        "not an entry": "kept.json: strong", "cut short": "cut.json", "a run short": "some.json",
+        "in work": "work.json: 1b", "done there": "work.json: 2b", "cases to come": "ops.json", "none": "none.json",
     }  # fmt: skip
     monkeypatch.setattr(card, "PARTS", [card.Part(name, 10, "x.py", result) for name, result in results.items()])
     missing = ["machine not kept", "not an entry", "cut short", "a run short", "in work", "cases to come", "none"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llmtrain.benchmark import op
 from llmtrain.benchmark.ceilings import Ceilings
 from llmtrain.benchmark.op import Arm, Budget, Case, Judgement, Timed, judge, measure_cases, measure_row
 from llmtrain.benchmark.op_tables import op_lines
@@ -169,3 +170,28 @@ def test_what_there_is_after_each_case_is_kept_with_the_number_that_is_to_come()
         cases, device=CPU, method=METHOD, compiled=False, keep=lambda rows, left: kept.append((len(rows), left))
     )
     assert kept == [(1, 1), (2, 0)] and len(rows) == 2
+
+
+def test_an_arm_that_waits_for_the_device_is_not_captured_but_timed_as_it_is(monkeypatch):
+    """A card's part in it is played here: its errors are those of torch."""
+    mode, graphs = ["default"], []
+
+    def waits() -> None:
+        if mode[0] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    def fails() -> None:
+        if mode[0] == "error":
+            raise RuntimeError("something else")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda now: mode.append(mode.pop() and now))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(op, "captured", lambda work, device: graphs.append(work.run) or work.run)
+    card = torch.device("cuda")
+    for run, expected in ((waits, ("", False)), (fails, ("RuntimeError: something else", True)), (int, ("", True))):
+        assert op.trial(Arm(lambda run=run: Work(run)), card, True) == expected
+        assert mode == ["default"]
+    assert graphs == [int]
+    row = row_of({"ours": arm(1), "waits": arm(2)})
+    row["arms"][1]["captured"] = False
+    assert "e |" in tables(row).splitlines()[4]
