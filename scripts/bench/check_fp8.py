@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,21 +151,26 @@ def main() -> int:
     device = torch.device("cpu" if args.smoke else "cuda")
     shapes = SMALL if args.smoke else dict(list(SHAPES.items())[: 2 if args.quick else None])
     machine, records = describe(not args.smoke), []
+
+    def taken(name: str, scaling: str, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            record = look()
+        except Exception as error:  # the others are looked at all the same
+            record = {"case": name, "scaling": scaling, "wrong": [reason(error)]}
+        records.append(record)
+        print(json.dumps(record), flush=True)
+        return record
+
+    samples = 3 if args.quick or args.smoke else 11
     for name, shape in shapes.items():
-        for scaling in SCALINGS:
-            try:
-                record = linear_record(name, scaling, shape, device, 3 if args.quick or args.smoke else 11)
-            except (RuntimeError, ValueError) as error:  # the others are looked at all the same
-                record = {"case": name, "scaling": scaling, "wrong": [reason(error)]}
-            records.append(record)
-            print(json.dumps(record), flush=True)
+        of_case = [
+            taken(name, scaling, partial(linear_record, name, scaling, shape, device, samples)) for scaling in SCALINGS
+        ]
+        add_groups(args.output, {name: {"machine": machine, "records": of_case}})
     size = (256, 64, 32, 4) if args.smoke else (16384, 1024, 640, 64)
-    records.append(experts_record(device, *size))
-    print(json.dumps(records[-1]), flush=True)
-    groups: dict[str, dict[str, Any]] = {}
-    for record in records:
-        groups.setdefault(record["case"], {"machine": machine, "records": []})["records"].append(record)
-    add_groups(args.output, groups)
+    name = f"{size[-1]} experts"
+    of_experts = taken(name, "a row", partial(experts_record, device, *size))
+    add_groups(args.output, {name: {"machine": machine, "records": [of_experts]}})
     wrong = [f"{r['case']}, {r['scaling']}: {', '.join(r['wrong'])}" for r in records if r["wrong"]]
     print("WRONG: " + "; ".join(wrong) if wrong else "all as it should be")
     return int(bool(wrong))

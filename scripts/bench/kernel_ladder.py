@@ -275,7 +275,7 @@ def main() -> int:
         shown = draw(data, args.output.with_suffix(".png")) if data and drawn else None
         beside = read(data_path(args.output.with_name("precision.md")))
         text = page(data, beside, os.path.relpath(source, args.output.parent), shown)
-        if data is None:
+        if data is None or args.page:  # the JSON may be that of a run, which goes on
             write_bytes(args.output, text.encode())
         else:
             write_table(args.output, data, text)

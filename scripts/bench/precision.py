@@ -209,7 +209,7 @@ def main() -> int:
     def write(data: dict[str, Any] | None, drawn: bool = False) -> None:
         shown = draw(data, picture) if data and drawn else None
         text = page(data, read(LOSS), os.path.relpath(source, args.output.parent), shown)
-        if data is None:
+        if data is None or args.page:  # the JSON may be that of a run, which goes on
             write_bytes(args.output, text.encode())
         else:
             write_table(args.output, data, text)
