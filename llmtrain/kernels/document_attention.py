@@ -326,7 +326,7 @@ def forward_triton(q: Tensor, k: Tensor, v: Tensor, start: Tensor, keys_seen: in
     h_kv = k.shape[2]
     out = torch.empty(b, t, h, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h_kv, t * (h // h_kv), dtype=torch.float32, device=q.device)
-    blocks = blocks_for(FORWARD, d, keys_seen)
+    blocks = blocks_for(FORWARD, d, keys_seen, q.dtype == torch.float32)
     common, constants = _arguments(q, k, v)
     _document_attention_forward_kernel[(triton.cdiv(lse.shape[2], blocks.rows), b * h_kv)](
         q, k, v, start, out, lse, *common, **constants, **_form(blocks, q.dtype)
@@ -340,7 +340,7 @@ def dq_triton(
     """(dq, delta): delta, shaped as lse, holds the sums of dy * out, which dk needs; dy contiguous."""
     b, _, _, d = q.shape
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
-    blocks = blocks_for(DQ, d, keys_seen)
+    blocks = blocks_for(DQ, d, keys_seen, q.dtype == torch.float32)
     common, constants = _arguments(q, k, v)
     _document_attention_dq_kernel[(triton.cdiv(lse.shape[2], blocks.rows), b * k.shape[2])](
         q, k, v, start, out, lse, dy, delta, dq, *common, **constants, **_form(blocks, q.dtype)
@@ -355,7 +355,7 @@ def dkv_triton(
     b, t, h_kv, d = k.shape
     dk = torch.empty(b, t, h_kv, d, dtype=k.dtype, device=k.device)
     dv = torch.empty_like(dk)
-    blocks = blocks_for(DKV, d, keys_seen)
+    blocks = blocks_for(DKV, d, keys_seen, q.dtype == torch.float32)
     common, constants = _arguments(q, k, v)
     _document_attention_dkv_kernel[(triton.cdiv(t, blocks.keys), b * h_kv)](
         q, k, v, end, lse, dy, delta, dk, dv, *common, **constants, **_form(blocks, q.dtype)
