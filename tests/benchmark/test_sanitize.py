@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ if "--planted" in sys.argv:
 else:
     cases = sys.argv[sys.argv.index("--cases") + 1 : sys.argv.index("--device")]
     for case in cases[: int(os.environ["RUNS"])]:
-        print("CASE", case, "swiglu=triton rmsnorm=triton")
+        print("CASE", case, "swiglu=triton rmsnorm=triton", flush=True)
+    if os.environ["RUNS"] == "2":
+        os.system("sleep 30")  # a child of the tool's has its output too
     print(os.environ["SAYS"])
 print("========= ERROR SUMMARY: some")
 """
@@ -60,6 +63,7 @@ def sanitize(tmp_path, monkeypatch, capsys):
         records = json.loads((tmp_path / "data" / "sanitize.json").read_text())["records"]
         return code, capsys.readouterr().out.splitlines(), records
 
+    go.module = module
     return go
 
 
@@ -89,6 +93,14 @@ def test_a_tool_that_misses_its_planted_fault_proves_nothing(sanitize):
 def test_work_that_ends_early_does_not_hold(sanitize):
     code, _, records = sanitize(runs=3)
     assert code == 1 and not any(r["held"] for r in records) and all(len(r["cases"]) == 3 for r in records)
+
+
+def test_a_tool_that_takes_too_long_is_ended_and_what_it_said_is_kept(sanitize, monkeypatch):
+    monkeypatch.setattr(sanitize.module, "TIMEOUT_S", 5)
+    begin = time.monotonic()
+    code, _, records = sanitize(runs=2)
+    assert code == 1 and time.monotonic() - begin < 20
+    assert all(r["status"] == 124 and len(r["cases"]) == 2 and not r["held"] for r in records)
 
 
 def test_each_case_is_work_that_the_ops_can_do(monkeypatch):
