@@ -25,14 +25,6 @@ from tests.training.test_health import spoil
 EVERY = 3
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """A deterministic run sets that for the whole process."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 def deterministic(corpus: Path, run_dir: Path, every: int, **of_run) -> TrainConfig:
     return config(corpus, run_dir, run={"deterministic": True, "verify_every": every, **of_run})
 
