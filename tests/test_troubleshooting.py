@@ -41,9 +41,11 @@ def is_said(words: str) -> bool:
 
 
 def goes_on(words: str) -> bool:
-    return words in BEGINS or any(words[:cut] in literals() and goes_on(words[cut:]) for cut in range(1, len(words)))
+    return words in BEGINS or any(words[:cut] in PIECES and goes_on(words[cut:]) for cut in range(1, len(words)))
 
 
+# Between two others only what has some letters, or none: from single ones anything can be spelt.
+PIECES = {one for one in literals() if len(one) > 2 or not any(letter.isalnum() for letter in one)}
 BEGINS = {one[:cut] for one in literals() for cut in range(1, len(one) + 1)}
 ENDS = {one[cut:] for one in literals() for cut in range(len(one))}
 
