@@ -1,5 +1,6 @@
 """The second stage of sums over rows, alone and many in one launch."""
 
+import importlib
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
@@ -11,6 +12,7 @@ from torch import Tensor
 from llmtrain.kernels import choice, partials
 from llmtrain.kernels.partials import deliver_partials, in_one_launch
 from llmtrain.kernels.rmsnorm import rmsnorm_fork
+from llmtrain.kernels.rmsnorm_routes import PARTIALS, BackwardRoute
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +90,14 @@ def test_an_error_in_the_block_leaves_nothing_to_the_next():
     assert left.grad.isnan().all() and torch.equal(weight.grad, summed(sums))
 
 
-def test_the_norms_of_a_backward_have_their_weights_gradients_from_one_launch(launches: list[int]):
+def test_the_norms_of_a_backward_have_their_weights_gradients_from_one_launch(
+    launches: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    route = BackwardRoute(PARTIALS, rows=8, warps=1, per_processor=1)
+    monkeypatch.setattr(importlib.import_module("llmtrain.kernels.rmsnorm"), "backward_route", lambda *_: route)
+    monkeypatch.setattr("llmtrain.kernels.rmsnorm_routes.PROCESSORS", 3)
     torch.manual_seed(0)
-    weights, x = [torch.randn(16) for _ in range(3)], torch.randn(2100, 16)
+    weights, x = [torch.randn(16) for _ in range(3)], torch.randn(75, 16)
     grads = []
     for together in (False, True):
         norms = [torch.nn.Parameter(w.clone()) for w in weights]
