@@ -25,4 +25,5 @@ def as_torch_was() -> Iterator[None]:
     if "torch" in sys.modules:
         import torch
 
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # to turn it off imports the compiler, which takes seconds
+            torch.use_deterministic_algorithms(False)
