@@ -174,13 +174,12 @@ def quantise_fine(
     asked for; in `out`, which holds both, where it is given. The sides along which blocks lie are multiples of SIDE."""
     x = x.contiguous()
     n, m = x.shape
-    along_rows, along_columns = row_major or out is not None, transposed or out is not None
-    # A block that is cut would be written beyond the scales' end.
-    assert by == ROWWISE or not (along_rows and m % SIDE or along_columns and n % SIDE), (x.shape, by)
     rows, columns = out or (
         empty_operand(n, m, by, x.device) if row_major else None,
         empty_operand(m, n, by, x.device) if transposed else None,
     )
+    # The scales of a block that is cut would be written beyond their end.
+    assert by == ROWWISE or not (rows and m % SIDE or columns and n % SIDE), (x.shape, by)
     if choose("fp8", x) != TRITON:
         for operand, turned in ((rows, x), (columns, x.T)):
             if operand is not None:

@@ -42,6 +42,7 @@ def update_scalars_reference(
         apply = veto(figures[0:3:2], apply)
     skip = ~apply
     number = (count + skipped + 1).double()
+    # Number 0: this process has seen none yet, which may have been resumed in the middle of a row.
     first = skip & ((in_a_row == 0) | (bad[0] == 0))
     torch.where(first, torch.cat([number.view(1), figures[:3]]), bad, out=bad)
     count.add_(apply)

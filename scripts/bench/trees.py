@@ -78,7 +78,10 @@ def main() -> None:
         for shape in shapes:
             rows.append(measure(shape, old, settings))
             text = f"{shape.batch_size} x {shape.seq_len} x {shape.accumulate} of {shape.model.d_model}"
-            print(f"{text}: {rows[-1]['gain']:+.2%}, floor {rows[-1]['floor']:.2%}", flush=True)
+            new, again, before = rows[-1]["losses"].values()
+            apart, scatter = (max(abs(a - b) for a, b in zip(new, other, strict=True)) for other in (before, again))
+            told = f"{rows[-1]['gain']:+.2%}, floor {rows[-1]['floor']:.2%}"
+            print(f"{text}: {told}; losses differ by {apart:.1g}, of the two new ones by {scatter:.1g}", flush=True)
             if args.output:
                 make_parent(args.output)
                 write_json(args.output, {"machine": machine, "old": os.path.basename(old), "rows": rows})
