@@ -21,7 +21,7 @@ from llmtrain.model.flops import classic_flops_per_token, parameter_counts
 from llmtrain.storage.disk import existing_folder, free_bytes
 from llmtrain.storage.errors import InputMissing, LlmtrainError, UsageError
 from llmtrain.storage.units import in_bytes
-from llmtrain.training import advice, checkpoint, devices, fit, pace, plan, run_corpus, start
+from llmtrain.training import advice, checkpoint, devices, fit, pace, plan, plan_words, run_corpus, start
 from llmtrain.training.arrangement import arrange
 from llmtrain.training.config import TrainConfig, for_ranks
 from llmtrain.training.pace import Pace
@@ -244,16 +244,16 @@ def lines(found: Forecast, everything: bool = False) -> Iterator[str]:
     config, made, order = found.config, found.plan, found.order
     checkpoints = len(checkpoint.list_steps(config.run.run_dir)) if os.path.isdir(config.run.run_dir) else 0
     details = ("device", "attention", "optimizer", "activations", "saving")
-    for line in plan.describe(config, made, order, found.device_name, checkpoints):
+    for line in plan_words.describe(config, made, order, found.device_name, checkpoints):
         label = line.split(" ", 1)[0]
         if not everything and label in details:
             continue
         if label == "memory" and order is None:
-            yield from (plan.source_line(use, config.data.seq_len) for use in found.uses)
+            yield from (plan_words.source_line(use, config.data.seq_len) for use in found.uses)
         if label == "disk":
             yield tokens_line(found)
         # What to do about the memory stands in the next line, with what fits.
-        yield line.removesuffix(plan.SMALLER)
+        yield line.removesuffix(plan_words.SMALLER)
         if label == "time" and made.pace is None:
             yield "            --measured takes that of a run, or of `llmtrain bench step`"
         if label == "memory":

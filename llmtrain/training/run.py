@@ -27,7 +27,8 @@ from llmtrain.training.lifecycle import StopFlag, end_of_killed_run, write_statu
 from llmtrain.training.metrics import RunLog, Throughput, journal_of
 from llmtrain.training.notify import LONG, Supervisor
 from llmtrain.training.parallel import World, world_of
-from llmtrain.training.plan import Plan, checkpoint_bytes, describe, make_plan
+from llmtrain.training.plan import Plan, checkpoint_bytes, make_plan
+from llmtrain.training.plan_words import describe
 from llmtrain.training.replay import Replay
 from llmtrain.training.saving import Saver
 from llmtrain.training.schedule import learning_rate

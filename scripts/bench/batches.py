@@ -134,8 +134,8 @@ def child_scale(path: str, packing: str, seq_len: int, batches: int) -> dict:
     from llmtrain.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
     from llmtrain.training.devices import pick_attention
     from llmtrain.training.fit import room
-    from llmtrain.training.plan import describe as plan_lines
     from llmtrain.training.plan import make_plan
+    from llmtrain.training.plan_words import describe as plan_lines
     from llmtrain.training.run_corpus import open_corpus
 
     before = memory_mib()

@@ -11,7 +11,7 @@ from llmtrain.model.config import ModelConfig
 from llmtrain.storage.errors import ConfigMismatch
 from llmtrain.training import checkpoint, run
 from llmtrain.training.config import OptimizerConfig, RunConfig, TrainConfig
-from llmtrain.training.plan import precision_words
+from llmtrain.training.plan_words import precision_words
 from llmtrain.training.step import TrainStep
 from tests.training.conftest import config
 from tests.training.runs import lines, outcome, state, stop_in

@@ -12,15 +12,8 @@ from llmtrain.model.memory import MemoryPlan
 from llmtrain.storage.errors import UsageError
 from llmtrain.storage.units import in_bytes, in_flops
 from llmtrain.training.fit import Room
-from llmtrain.training.plan import (
-    SourceUse,
-    checkpoint_bytes,
-    corpus_lines,
-    disk_line,
-    memory_lines,
-    schedule_line,
-    source_line,
-)
+from llmtrain.training.plan import SourceUse, checkpoint_bytes
+from llmtrain.training.plan_words import corpus_lines, disk_line, memory_lines, schedule_line, source_line
 from llmtrain.training.run import train
 from llmtrain.training.run_corpus import open_sources
 from llmtrain.training.validate import what_is_read
