@@ -29,12 +29,29 @@ COMPUTE_DTYPES = {
 """Type of activations; with fp8 and mxfp8 the operands of most matmuls are narrower."""
 
 
+WORKSPACE, NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":0:0"
+"""Torch's variable for what it gives to cuBLAS, and its word for nothing. Deterministic algorithms want it fixed."""
+
+
 def make_deterministic() -> None:
     """Nothing is chosen by timing or summed in an order that varies. Before the first use of CUDA."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if os.environ.get(WORKSPACE, NO_WORKSPACE) == NO_WORKSPACE:
+        os.environ[WORKSPACE] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     # The mode would otherwise fill every fresh tensor, which costs a memory pass an allocation.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+FEW_TOKENS, NARROW = 16_384, 1024
+"""Up to these a micro-batch is faster without a workspace for cuBLAS (measured at d_model 768)."""
+
+
+def spare_workspace(tokens: int, d_model: int) -> None:
+    """Has cuBLAS do without a workspace for micro-batches of few tokens, before the process' first product on a card.
+    Then it splits no sums, and asks for no counters, each set by a launch before its product: at 16 x 1024 that is 1.8%
+    of a step, at 64 x 1024 splitting is 0.7% faster. What the environment says already stays."""
+    if tokens <= FEW_TOKENS and d_model <= NARROW:
+        os.environ.setdefault(WORKSPACE, NO_WORKSPACE)
 
 
 class TrainStep:
@@ -57,6 +74,8 @@ class TrainStep:
         self.flat = flat
         self.optimizer = optimizer
         device = flat.master.device
+        if device.type == "cuda":
+            spare_workspace(batch_size * seq_len, model.config.d_model)
         self.ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
         self.targets = torch.zeros_like(self.ids)
         self.doc_start = torch.zeros_like(self.ids, dtype=torch.int32) if document_mask else None

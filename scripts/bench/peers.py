@@ -1,11 +1,12 @@
 """This project against its peers: the same model, batch and data, each arm in a process of its own, taking turns.
 
-    python scripts/bench/peers.py [--case 102m-4x1024 ...] [--budget 540] [--output docs/peers.md]
+    python scripts/bench/peers.py [--case 102m-4x1024 ...] [--together] [--budget 540] [--output docs/peers.md]
     python scripts/bench/peers.py --smoke        # a tiny model on the CPU: do the arms run, and do they agree
 
 Arms of a case stay resident and time one burst each a round, in rotating order. Where the card cannot hold all of them
-at once, those that do not fit form another group, with llmtrain in it again as the measure. Cases that were measured
-before stay in the JSON, each with the machine it was taken on.
+at once, those that do not fit form another group, with llmtrain in it again as the measure. With --together the arms of
+all chosen cases start side by side, and then case after case takes its turns: small shapes wait once for compilers
+instead of once a case. Cases that were measured before stay in the JSON, each with the machine it was taken on.
 """
 
 import argparse
@@ -129,11 +130,21 @@ def free_bytes() -> float:
     return math.inf if card is None else (card["memory_total_mib"] - card["memory_used_mib"]) * 2**20
 
 
-class Group:
-    """Entries of a case that are resident together."""
+@dataclass(frozen=True)
+class Part:
+    """The entries of a case that are to be measured in one group."""
 
-    def __init__(self, case: Case, entries: list[Entry], settings: Settings) -> None:
-        self.case, self.entries, self.settings = case, entries, settings
+    case: Case
+    entries: tuple[Entry, ...]
+
+
+class Group:
+    """Entries of one case or of several, resident together; no two are equal."""
+
+    def __init__(self, parts: list[Part], settings: Settings) -> None:
+        self.parts, self.settings = parts, settings
+        self.steps = {entry: part.case.steps for part in parts for entry in part.entries}
+        assert len(self.steps) == sum(len(part.entries) for part in parts)
         self.processes: dict[Entry, ArmProcess] = {}
         self.ready: list[Entry] = []
         self.rows: dict[Entry, dict[str, Any]] = {}
@@ -151,34 +162,36 @@ class Group:
                 return answer
             process.stop()
             self.rows[entry] = {"status": "oom", "reason": answer["reason"]}
-            if len(self.entries) > 1:
+            if len(self.steps) > 1:
                 self.no_room.append(entry)
         if entry in self.ready:
             self.ready.remove(entry)
         return None
 
     def may_start(self, entry: Entry, waiting: list[Entry], starting: list[Entry]) -> bool:
-        """Whether what it starts after is there, and room beside what runs and what starts. The copy starts alone, so
-        that its first step is what a warm cache is worth."""
+        """Whether what it starts after is there, a processor for it, and room beside what runs and what starts. The
+        copy starts alone, so that its first step is what a warm cache is worth."""
         if not starting and not self.ready:
             return True
         first = Entry(FINDS_CACHES_OF.get(entry.arm, ""), entry.shape)
         if first in waiting or first in starting or starting and COPY in (entry.arm, starting[0].arm):
+            return False
+        if len(starting) >= (os.cpu_count() or 1):
             return False
         # What those that start hold already counts twice: that errs to the safe side.
         return expected_bytes(entry) < free_bytes() - sum(map(expected_bytes, starting))
 
     def start(self) -> None:
         """Start as many at a time as there is room for, compilers side by side."""
-        waiting, starting = list(self.entries), list[Entry]()
-        beside = dict.fromkeys(self.entries, 0)
+        waiting, starting = list(self.steps), list[Entry]()
+        beside = dict.fromkeys(self.steps, 0)
         while waiting or starting:
             for entry in list(waiting):
                 if self.may_start(entry, waiting, starting):
                     waiting.remove(entry)
                     starting.append(entry)
                     beside |= {other: max(beside[other], len(starting) - 1) for other in starting}
-                    self.processes[entry] = ArmProcess(entry.arm, entry.shape, self.case.steps, self.settings)
+                    self.processes[entry] = ArmProcess(entry.arm, entry.shape, self.steps[entry], self.settings)
             if not starting:
                 break
             entry = starting.pop(0)
@@ -187,11 +200,11 @@ class Group:
                 self.ready.append(entry)
         self.no_room += waiting
 
-    def take_turns(self) -> None:
+    def take_turns(self, entries: tuple[Entry, ...]) -> None:
         """One burst of each arm a round."""
         for turn in range(self.settings.rounds):
-            for i in rotation(len(self.entries), turn):
-                entry = self.entries[i]
+            for i in rotation(len(entries), turn):
+                entry = entries[i]
                 if entry in self.ready:
                     self.processes[entry].tell("burst")
                     if burst := self.answer(entry):
@@ -200,41 +213,54 @@ class Group:
     def run(self) -> None:
         try:
             self.start()
-            self.take_turns()
+            for part in self.parts:
+                self.take_turns(part.entries)
         finally:
             for process in self.processes.values():
                 process.stop()
 
 
-def run_case(case: Case, settings: Settings) -> dict[str, Any]:
-    """Measure a case, in as many groups as the card's memory makes of it."""
+def run_cases(cases: list[Case], settings: Settings) -> list[dict[str, Any]]:
+    """Measure cases that are resident together, in as many groups as the card's memory makes of them."""
     machine = describe(settings.device == "cuda")
-    results: dict[Entry, list[dict[str, Any]]] = {entry: [] for entry in case.entries}
-    for entry in case.entries:
+    results: dict[Entry, list[dict[str, Any]]] = {entry: [] for case in cases for entry in case.entries}
+    for entry in results:
         package = NEEDS.get(entry.arm)
         if package and find_spec(package) is None:
             results[entry].append({"status": "absent", "reason": f"{package} is not installed"})
-    present = [entry for entry in case.entries if not results[entry]]
+    present = [Part(case, tuple(entry for entry in case.entries if not results[entry])) for case in cases]
     queue = [present]
     number = 0
     while queue:
-        entries = queue.pop(0)
-        group = Group(case, entries, settings)
+        parts = queue.pop(0)
+        group = Group(parts, settings)
         group.run()
-        for entry in entries:
-            if entry in group.rows and entry not in group.no_room:
-                results[entry].append({"group": number} | group.rows[entry])
-        if group.no_room:
-            measure = present[0]
-            smaller = [measure, *(entry for entry in group.no_room if entry != measure)]
-            queue += [smaller] if len(smaller) < len(entries) else [[entry] for entry in group.no_room]
+        for part in parts:
+            no_room = [entry for entry in part.entries if entry in group.no_room]
+            measure = next(whole.entries[0] for whole in present if whole.case == part.case)
+            if measure in no_room and len(parts) > 1:  # nothing of the case has a measure here
+                no_room = list(part.entries)
+            for entry in part.entries:
+                if entry in group.rows and entry not in no_room:
+                    results[entry].append({"group": number} | group.rows[entry])
+            if no_room:
+                smaller = (measure, *(entry for entry in no_room if entry != measure))
+                fewer = len(smaller) < len(part.entries) or len(parts) > 1
+                queue += [[Part(part.case, smaller)]] if fewer else [[Part(part.case, (entry,))] for entry in no_room]
         number += 1
-    rows = [
-        {"arm": entry.arm, "shape": asdict(entry.shape)} | model_figures(entry.shape) | result
-        for entry in case.entries
-        for result in results[entry]
+    return [
+        {
+            "name": case.name,
+            "steps": case.steps,
+            "machine": machine,
+            "rows": [
+                {"arm": entry.arm, "shape": asdict(entry.shape)} | model_figures(entry.shape) | result
+                for entry in case.entries
+                for result in results[entry]
+            ],
+        }
+        for case in cases
     ]
-    return {"name": case.name, "steps": case.steps, "machine": machine, "rows": rows}
 
 
 def add_case(output: Path, result: dict[str, Any]) -> None:
@@ -257,6 +283,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--arm", action="append", choices=list(ARMS), help="only these arms (the measure always)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, in FP32")
+    parser.add_argument("--together", action="store_true", help="hold the arms of all chosen cases on the card at once")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a burst")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--budget", type=float, default=math.inf, help="start no case after this many seconds")
@@ -269,6 +296,9 @@ def main() -> None:
     if options.arm:
         keep = {OURS, *options.arm}
         chosen = [Case(c.name, tuple(e for e in c.entries if e.arm in keep), c.steps) for c in chosen]
+    entries = [entry for case in chosen for entry in case.entries]
+    if options.together and len(set(entries)) < len(entries):
+        parser.error("--together needs cases without an arm on one shape twice")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peers-caches-") as caches:
         settings = Settings(
@@ -278,13 +308,14 @@ def main() -> None:
             "fp32" if options.smoke else "bf16",
             Path(caches),
         )
-        for case in chosen:
+        for cases in [chosen] if options.together else [[case] for case in chosen]:
+            names = ", ".join(case.name for case in cases)
             if time.monotonic() - begin > options.budget:
-                print(f"{case.name}: not started, {options.budget:g} s are over", flush=True)
+                print(f"{names}: not started, {options.budget:g} s are over", flush=True)
                 continue
-            result = run_case(case, settings) | {"seconds": settings.seconds, "precision": settings.precision}
-            add_case(options.output, result)
-            print(f"{case.name}: {time.monotonic() - begin:.0f} s since the start", flush=True)
+            for result in run_cases(cases, settings):
+                add_case(options.output, result | {"seconds": settings.seconds, "precision": settings.precision})
+            print(f"{names}: {time.monotonic() - begin:.0f} s since the start", flush=True)
     print(options.output.read_text())
 
 

@@ -81,7 +81,7 @@ def run(peers, monkeypatch, answers, *, free=1e15, arms=("llmtrain", "llmtrain (
     monkeypatch.setattr(peers, "free_bytes", free if callable(free) else lambda: free)
     case = peers.alike("case", peers.Shape(peers.TINY, 4, 32), *arms)
     settings = peers.Settings(0.1, 3, "cpu", "fp32", Path("unused"))
-    result = peers.run_case(case, settings) | {"seconds": 0.1, "precision": "fp32"}
+    result = peers.run_cases([case], settings)[0] | {"seconds": 0.1, "precision": "fp32"}
     assert not fakes.alive
     return result, log
 
@@ -139,6 +139,33 @@ def test_an_arm_that_would_not_fit_beside_the_others_waits_for_another_group(pee
     result, log = run(peers, monkeypatch, answers, free=lambda: next(room))
     assert log[:2] == ["llmtrain: start", "llmtrain (copy): start"]
     assert [row["group"] for row in result["rows"]] == [0, 1, 0, 1]
+
+
+def together(peers, monkeypatch, free):
+    """Two cases of small shapes in one go: their results and what was told to the arms."""
+    log: list[str] = []
+    arms = ("llmtrain", "plain")
+    fakes = FakeArms({arm: [GOOD] for arm in arms}, log)
+    monkeypatch.setattr(peers, "ArmProcess", fakes)
+    monkeypatch.setattr(peers, "free_bytes", free)
+    monkeypatch.setattr(peers.os, "cpu_count", lambda: 16)
+    cases = [peers.alike(f"case-{b}", peers.Shape(peers.TINY, b, 32), *arms) for b in (1, 2)]
+    return peers.run_cases(cases, peers.Settings(0.1, 2, "cpu", "fp32", Path("unused"))), log
+
+
+def test_cases_together_start_side_by_side_and_take_their_turns_one_after_the_other(peers, monkeypatch):
+    results, log = together(peers, monkeypatch, lambda: 1e15)
+    assert [line for line in log if line.endswith("start")] == log[:4]
+    assert log[4:] == 2 * ["llmtrain: burst", "plain: burst", "plain: burst", "llmtrain: burst"]
+    assert [[row["group"] for row in case["rows"]] for case in results] == [[0, 0], [0, 0]]
+    assert {row["started_beside"] for case in results for row in case["rows"]} == {3}
+
+
+def test_of_cases_together_one_whose_measure_has_no_room_is_measured_again_as_a_whole(peers, monkeypatch):
+    # Asked before the first case's plain, then before the second case's arms, and again as each of three is ready.
+    room = iter([1e15, 0.0, 1e15, 0.0, 0.0, 0.0])
+    results, _ = together(peers, monkeypatch, lambda: next(room, 1e15))
+    assert [[row["group"] for row in case["rows"]] for case in results] == [[0, 0], [1, 1]]
 
 
 def test_an_arm_that_is_not_installed_is_said_to(peers, monkeypatch):

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from llmtrain.kernels.cross_entropy import IGNORED
 from llmtrain.model.config import ModelConfig
 from llmtrain.training.config import OptimizerConfig
-from llmtrain.training.step import TrainStep
+from llmtrain.training.step import WORKSPACE, TrainStep, make_deterministic, spare_workspace
 
 CONFIG = ModelConfig(
     vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=48, max_seq_len=32, z_loss=1e-4
@@ -256,3 +257,31 @@ def test_eight_bits_made_again_are_those_that_were_kept(mode, routed):
         steps.append(step)
     assert torch.equal(steps[0].flat.master, steps[1].flat.master)
     assert torch.equal(steps[0].flat.scaling.history, steps[1].flat.scaling.history)
+
+
+def environment(monkeypatch, workspace: str | None) -> None:
+    """With that workspace for cuBLAS, and as it was after the test."""
+    monkeypatch.setenv(WORKSPACE, workspace or "")
+    if workspace is None:
+        monkeypatch.delenv(WORKSPACE)
+
+
+@pytest.mark.parametrize(
+    ("before", "tokens", "after"),
+    [(None, 16_384, ":0:0"), (None, 16_385, None), (":4096:2", 512, ":4096:2")],
+)
+def test_few_tokens_take_no_workspace_unless_the_environment_says_one(monkeypatch, before, tokens, after):
+    environment(monkeypatch, before)
+    spare_workspace(tokens, d_model=768)
+    assert os.environ.get(WORKSPACE) == after
+    spare_workspace(512, d_model=2048)
+    assert os.environ.get(WORKSPACE) == after
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":0:0", ":4096:8"), (":16:8", ":16:8")])
+def test_a_deterministic_run_has_a_workspace_that_torch_takes_for_one(monkeypatch, before, after):
+    environment(monkeypatch, before)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    make_deterministic()
+    assert os.environ[WORKSPACE] == after
