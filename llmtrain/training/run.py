@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.corpus.batches import BatchStream
+from llmtrain.corpus.batch_stream import BatchStream
 from llmtrain.kernels import choice
 from llmtrain.model.flops import parameter_counts
 from llmtrain.report.trackers import Trackers, require_installed

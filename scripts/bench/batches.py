@@ -88,7 +88,7 @@ def order_of(path: Path, seq_len: int, packed: bool) -> SampleOrder:
 
 def stream_of(order: SampleOrder, tokens: int, mask: bool = False):
     """A BatchStream of that many tokens on the CPU."""
-    from llmtrain.corpus.batches import BatchStream
+    from llmtrain.corpus.batch_stream import BatchStream
 
     batch_size = max(1, BATCH_TOKENS // order.seq_len)
     return BatchStream(

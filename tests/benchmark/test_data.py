@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain.benchmark.data import corpus_batches, corpus_read
-from llmtrain.corpus.batches import BatchStream
+from llmtrain.corpus.batch_stream import BatchStream
 from llmtrain.corpus.order import SampleOrder
 from llmtrain.storage.errors import BadData
 from llmtrain.training.run_corpus import open_sources

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.corpus.token_manifest import BLOCK_BYTES, BlockHashes, docs_path, write_manifest
 
@@ -56,6 +57,11 @@ def some_documents(n: int, mean: int = 40, vocab_size: int = 512, seed: int = 0)
 def counting_file(path: Path, tokens: int) -> TokenFile:
     """A file whose id at position p is p: a window says by itself which one it is."""
     return TokenFile.open(write_ids(path, np.arange(tokens)), 1 << 16)
+
+
+def counting_order(folder: Path, windows: int, seq_len: int) -> SampleOrder:
+    """One source whose window w begins with the id w * seq_len."""
+    return SampleOrder([Source("count", counting_file(folder / "count.u16", windows * seq_len + 1), 1.0)], seq_len, 0)
 
 
 def write_sparse(path: Path, tokens: int, documents: int = 50) -> Path:

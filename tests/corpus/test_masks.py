@@ -12,7 +12,8 @@ import torch
 
 from llmtrain.cli.main import run as llmtrain
 from llmtrain.corpus import tokenizer as tokenizers
-from llmtrain.corpus.batches import IGNORED, BatchStream, assemble, held_out_batches
+from llmtrain.corpus.batch_stream import BatchStream
+from llmtrain.corpus.batches import IGNORED, assemble, held_out_batches
 from llmtrain.corpus.config import TokenizeConfig
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.packing import open_or_build

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.corpus import packing
-from llmtrain.corpus.batches import BatchStream, assemble
+from llmtrain.corpus.batch_stream import BatchStream
+from llmtrain.corpus.batches import assemble
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.packing import best_fit, build, open_or_build, open_packed, pack_path
 from llmtrain.corpus.token_file import TokenFile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.corpus.batches import BatchStream
+from llmtrain.corpus.batch_stream import BatchStream
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.packing import build, open_packed
 from llmtrain.corpus.token_file import TokenFile

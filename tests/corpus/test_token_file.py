@@ -284,7 +284,7 @@ def test_without_a_manifest_there_is_nothing_to_verify(tmp_path):
 OPEN_HUGE = """
 import resource, sys, time
 import numpy as np, torch
-from llmtrain.corpus.batches import BatchStream
+from llmtrain.corpus.batch_stream import BatchStream
 from llmtrain.corpus.order import SampleOrder, Source
 from llmtrain.corpus.token_file import TokenFile
 

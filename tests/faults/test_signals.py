@@ -19,7 +19,7 @@ PHASES = {
     "evaluating": ("dwell(step.TrainStep, 'evaluate', 2)", 3),
     "saving": ("dwell(atomic, 'publish_folder', 1)", 4),
     "evaluating last": ("dwell(step.TrainStep, 'evaluate', 4)", 8),
-    "waiting for data": ("batches.FILL_TOKENS = 96\ndwell(batches, '_fill', 6, seconds=1000)", 5),
+    "waiting for data": ("batch_stream.FILL_TOKENS = 96\ndwell(batch_stream, 'fill_batch', 6, seconds=1000)", 5),
 }
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
 
