@@ -54,7 +54,10 @@ def command(given: dict[str, Any], as_json: bool) -> None:
     seq_len = config.seq_len or data["seq_len"]
     tokenizer = trained.tokenizer() if config.choices or config.text else trained.tokenizer_if_known()
     # All of it is opened and checked before any of it is evaluated.
-    sources = open_sources(config.tokens, model.config, seq_len, tokenizer, data.get("eos_id")) if config.tokens else []
+    eos_id, within = data.get("eos_id"), data.get("document_mask", False)
+    sources = []
+    if config.tokens:
+        sources = open_sources(config.tokens, model.config, seq_len, tokenizer, eos_id, within)
     choices = [read_choices(spec, trained.tokenizer(), model.config.max_seq_len) for spec in config.choices]
     texts = [
         read_text(spec, trained.tokenizer(), seq_len, config.text_field, config.kind_field) for spec in config.text
@@ -62,7 +65,6 @@ def command(given: dict[str, Any], as_json: bool) -> None:
 
     def losses() -> "Iterator[Evaluation]":
         windows = {"seq_len": seq_len, "batch_size": config.batch_size, "max_windows": config.max_windows}
-        within = data.get("document_mask", False)
         yield from evaluate_sources(model, sources, **windows, tokenizer=tokenizer, document_mask=within)
         yield from evaluate_text(model, texts, **windows)
 

@@ -26,9 +26,7 @@ EPILOG = """Example:
 
 @click.command(cls=ConfigCommand, epilog=EPILOG)
 @click.option("--user/--system", "of_user", default=True, help="For systemd --user, or for the whole machine.")
-@click.option(
-    "--config", "preset", metavar="FILE|NAME", shell_complete=complete_preset, help="As of `llmtrain train`."
-)
+@click.option("--config", "preset", metavar="FILE|NAME", shell_complete=complete_preset, help="As of `llmtrain train`.")
 @config_options(ServiceConfig, *SECTIONS.values())
 def command(given: dict[str, Any], of_user: bool, preset: str | None) -> None:
     """Write a systemd unit that keeps a run going: through crashes, hangs and reboots, until it is finished.
@@ -58,8 +56,10 @@ def missing(config: TrainConfig) -> list[Path]:
     from llmtrain.corpus.order import parse_sources
     from llmtrain.corpus.shards import find_parts
 
-    named = (config.data.tokens, config.data.val_tokens)
-    paths = [Path(spec.path) for specs in named if specs for spec in parse_sources(specs)]
+    named = parse_sources(config.data.tokens)
+    if config.data.val_tokens:
+        named += parse_sources(config.data.val_tokens, "--val-tokens")
+    paths = [Path(spec.path) for spec in named]
     return [path for path in dict.fromkeys(paths) if not path.exists() and not find_parts(path)]
 
 
@@ -82,7 +82,7 @@ def said(given: dict[str, Any]) -> Iterator[str]:
                 continue
             for one in value if option.repeatable else (value,):
                 if option.field in ("tokens", "val_tokens", "val_choices", "val_text"):
-                    one = absolute_spec(one)
+                    one = absolute_spec(one, option.option)
                 # In one word, so that no value is taken for an option.
                 yield f"{option.option}={absolute(one) if isinstance(one, Path) else one}"
 

@@ -41,20 +41,21 @@ class Choices:
     """Questions whose prompt lost its beginning, to fit."""
 
 
-def named(spec: str) -> tuple[str, str]:
-    """`[NAME=]PATH` -> (NAME, PATH); the file's name without its endings where none is said. Raises UsageError."""
-    ((name, path, _, _),) = parse_sources([spec])
+def named(spec: str, option: str) -> tuple[str, str]:
+    """`[NAME=]PATH` -> (NAME, PATH); the file's name without its endings where none is said. Raises UsageError, which
+    names the `option`."""
+    ((name, path, _, _),) = parse_sources([spec], option)
     return (name.partition(".")[0] or name) if name == Path(path).name else name, path
 
 
-def read_choices(spec: str, tokenizer: Tokenizer, max_seq_len: int) -> Choices:
+def read_choices(spec: str, tokenizer: Tokenizer, max_seq_len: int, option: str = "--choices") -> Choices:
     """The questions of the file `[NAME=]PATH`, tokenized: prompt and choice each by itself. What is beyond
-    `max_seq_len` tokens is cut off a prompt's beginning.
+    `max_seq_len` tokens is cut off a prompt's beginning. `option`: what names the file, for messages.
 
-    Raises InputMissing, StorageFailure, and BadData naming the line that is no question or that has a choice which
-    does not fit.
+    Raises UsageError, InputMissing, StorageFailure, and BadData naming the line that is no question or that has a
+    choice which does not fit.
     """
-    name, path = named(spec)
+    name, path = named(spec, option)
     try:
         lines = Path(path).read_bytes().removeprefix(BOM).splitlines()
     except OSError as error:

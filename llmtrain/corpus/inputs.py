@@ -48,7 +48,11 @@ class Input(NamedTuple):
 
 
 def find_inputs(
-    names: Sequence[str], exclude: Iterable[Path] = (), format: str = "auto", text_field: str | None = None
+    names: Sequence[str],
+    exclude: Iterable[Path] = (),
+    format: str = "auto",
+    text_field: str | None = None,
+    option: str = "--input",
 ) -> list[Input]:
     """The inputs that `names` (files, folders, globs, URLs, `-` for standard input) mean, each once: in the order of
     the names and, within one, of the bytes of their paths. Below a folder, names that begin with a dot are left
@@ -57,7 +61,7 @@ def find_inputs(
 
     `format` is what all of them hold; with "auto" the end of each name says it (SUFFIXES). Raises InputMissing for a
     name that means nothing, UsageError for what cannot be read as a stream and where a `text_field` is asked for and no
-    input has fields.
+    input has fields. `option`: what has the names, for messages.
     """
     seen = {os.path.realpath(path) for path in exclude}
     found = []
@@ -68,19 +72,19 @@ def find_inputs(
                 found.append(_input(STDIN, format, None, ""))
             continue
         if is_remote(name):
-            for url, size, version in find_remote(name):
+            for url, size, version in find_remote(name, option):
                 if url not in seen:
                     seen.add(url)
                     found.append(_input(shown_url(url), format, size, version, url))
             continue
-        for path, real, size, version in _expand(name):
+        for path, real, size, version in _expand(name, option):
             if real not in seen:
                 seen.add(real)
                 found.append(_input(path, format, size, version))
     if text_field is not None and found and all(one.format == TEXT for one in found):
+        say = "say what the inputs hold with --format jsonl" if option == "--input" else "name it X.jsonl or X.parquet"
         raise UsageError(
-            f"{', '.join(map(shown, names))}: field {text_field}: plain text has no fields: "
-            "leave it out, or say what the inputs hold with --format jsonl"
+            f"{', '.join(map(shown, names))}: field {text_field}: plain text has no fields: leave it out, or {say}"
         )
     return found
 
@@ -143,7 +147,7 @@ def _form(ending: str, format: str) -> tuple[str, str]:
 _Found = tuple[str, str, int | None, str]
 
 
-def _expand(name: str) -> Iterator[_Found]:
+def _expand(name: str, option: str) -> Iterator[_Found]:
     """The files that a name means."""
     # A file whose name looks like a glob is that file.
     if os.path.isdir(name):
@@ -151,11 +155,11 @@ def _expand(name: str) -> Iterator[_Found]:
     elif os.path.exists(name):
         yield _one(name)
     elif not glob.has_magic(name):
-        raise InputMissing(f"{name}: no such file or folder: put text there, or name it with --input")
+        raise InputMissing(f"{name}: no such file or folder: put text there, or name it with {option}")
     else:
         matches = sorted(glob.glob(name, recursive=True), key=os.fsencode)
         if not matches:
-            raise InputMissing(f"{name}: no file matches: check the pattern given as --input")
+            raise InputMissing(f"{name}: no file matches: check the pattern given as {option}")
         for match in matches:
             # `**` matches folders and what is in them; a folder that matched by itself means what is below it.
             yield from _below(match) if os.path.isdir(match) else [_one(match)]

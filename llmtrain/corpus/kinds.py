@@ -43,16 +43,21 @@ class HeldOutText:
 
 
 def read_text(
-    spec: str, tokenizer: Tokenizer, seq_len: int, text_field: str | None = None, kind_field: str | None = None
+    spec: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    text_field: str | None = None,
+    kind_field: str | None = None,
+    option: str = "--text",
 ) -> HeldOutText:
     """The documents of `[NAME=]PATH` (a file, a folder or a glob, as `tokenize-corpus` reads them), all in memory, in
     windows of at most `seq_len` targets. `kind_field`: of JSON Lines and Parquet, the field that names a document's
-    kind.
+    kind. `option`: what names it, --text or --val-text, for messages.
 
     Raises InputMissing, StorageFailure, UsageError, and BadData for what is damaged, has no such field or no text.
     """
-    name, path = named(spec)
-    inputs = find_inputs([path], text_field=kind_field or text_field)
+    name, path = named(spec, option)
+    inputs = find_inputs([path], text_field=kind_field or text_field, option=option)
     reading = Reading(text_field=text_field or Reading.text_field)
     if kind_field is not None:  # as a prompt is read: text before the text, and its length
         reading = Reading(prompt_field=kind_field, completion_field=reading.text_field)
@@ -75,9 +80,10 @@ def read_text(
         if document.damage is not None or offset is not None:
             input, why = inputs[document.file], document.damage.detail if document.damage else "not UTF-8"
             unnamed = document.damage is not None and document.damage.reason == MISSING_FIELD
+            fields = f"{option}-field or {option.removesuffix('text')}kind-field"
             raise BadData(
                 f"{shown(input.name)}: {why} at {input.place(document.place, offset or 0)}: "
-                + ("name the field with --text-field or --kind-field, in a run --val-..." if unnamed else "correct it")
+                + (f"name the field with {fields}" if unnamed else "correct it")
             )
         kind, text = document.data[: document.prompt].decode(), document.data[document.prompt :].decode()
         if text:

@@ -99,12 +99,12 @@ class SourceSpec(NamedTuple):
     budget: int | None = None
 
 
-def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
+def parse_sources(specs: Sequence[str], option: str = "--tokens") -> list[SourceSpec]:
     """Reads `[NAME=]PATH[:WEIGHT|:BUDGET]`, in the order given. A budget is a number of tokens such as 300M or 2.5B;
     either all sources have one or none.
 
     NAME is the file's stem and WEIGHT 1 where not said. A `=` after a slash and a `:` before what is no number
-    belong to the path. Raises UsageError.
+    belong to the path. Raises UsageError, which names the `option` that was given.
     """
     sources = []
     for spec in specs:
@@ -117,7 +117,7 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
         if colon and _BUDGET.fullmatch(after):
             path, budget = before, amount_of(after)
             if budget is None:
-                raise UsageError(f"--tokens {path}: {after[:40]} tokens are more than there are: name fewer, as 2.5B")
+                raise UsageError(f"{option} {path}: {after[:40]} tokens are more than there are: name fewer, as 2.5B")
             weight = float(budget)
         elif colon:
             try:
@@ -125,25 +125,25 @@ def parse_sources(specs: Sequence[str]) -> list[SourceSpec]:
             except ValueError:
                 pass
         if not path or (named and not name):
-            raise UsageError(f"--tokens {spec}: names no file: write [NAME=]PATH[:WEIGHT]")
+            raise UsageError(f"{option} {spec}: names no file: write [NAME=]PATH")
         if not named:
             name = Path(path).name.removesuffix(".u16").removesuffix(".u32")
         if not (weight > 0 and math.isfinite(weight)):
-            raise UsageError(f"--tokens {spec}: the weight {after} is not above 0: leave the source out or weigh it")
+            raise UsageError(f"{option} {spec}: the weight {after} is not above 0: leave the source out or weigh it")
         if not 1e-100 < weight < 1e100:  # sums and shares stay finite
-            raise UsageError(f"--tokens {spec}: the weight {after} is out of bounds: weights are shares, as 1 and 3")
+            raise UsageError(f"{option} {spec}: the weight {after} is out of bounds: weights are shares, as 1 and 3")
         sources.append(SourceSpec(name, path, weight, budget))
     if not sources:
-        raise UsageError("--tokens is missing: name a token file, [NAME=]PATH[:WEIGHT]")
+        raise UsageError(f"{option} is missing: name a file, [NAME=]PATH")
     without = [source.name for source in sources if source.budget is None]
     if 0 < len(without) < len(sources):
         raise UsageError(
-            f"--tokens {without[0]}: says no number of tokens as others do: give all of them one, or all a weight"
+            f"{option} {without[0]}: says no number of tokens as others do: give all of them one, or all a weight"
         )
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"--tokens: two sources are called {name}: tell them apart with NAME=PATH")
+            raise UsageError(f"{option}: two sources are called {name}: tell them apart with NAME=PATH")
     return sources
 
 
@@ -156,9 +156,9 @@ def amount_of(text: str) -> int | None:
     return tokens if tokens <= MOST_TOKENS else None
 
 
-def absolute_spec(spec: str) -> str:
-    """`[NAME=]PATH[:WEIGHT|:BUDGET]` with the same meaning wherever it is read. Raises UsageError."""
-    ((name, path, weight, budget),) = parse_sources([spec])
+def absolute_spec(spec: str, option: str = "--tokens") -> str:
+    """`[NAME=]PATH[:WEIGHT|:BUDGET]` with the same meaning wherever it is read. Raises as `parse_sources`."""
+    ((name, path, weight, budget),) = parse_sources([spec], option)
     path = os.path.abspath(path)
     if budget is not None:
         return f"{name}={path}:{spec.rpartition(':')[2]}"

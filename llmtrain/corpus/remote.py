@@ -38,9 +38,10 @@ def shown_url(url: str) -> str:
     )
 
 
-def find_remote(url: str) -> list[tuple[str, int | None, str]]:
+def find_remote(url: str, option: str) -> list[tuple[str, int | None, str]]:
     """(URL, size, version) of the files that a URL means: one file, all below a folder, or all that match a pattern;
-    sorted, without what has a name that begins with a dot below a folder. At http(s) there are only files.
+    sorted, without what has a name that begins with a dot below a folder. At http(s) there are only files. `option`:
+    what names it, for messages.
 
     Raises InputMissing, StorageFailure, UsageError.
     """
@@ -58,7 +59,7 @@ def find_remote(url: str) -> list[tuple[str, int | None, str]]:
     except Exception as error:
         raise _told(error, url) from error
     if not files:
-        raise InputMissing(f"{shown_url(url)}: no file is there: check what --input names")
+        raise InputMissing(f"{shown_url(url)}: no file is there: check what {option} names")
     return [(_url(url, system, name), files[name].get("size"), _version(files[name])) for name in sorted(files)]
 
 

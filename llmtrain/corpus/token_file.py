@@ -199,7 +199,7 @@ class TokenFile:
             if vocab_size is not None and manifest["max_id"] >= vocab_size:
                 raise ConfigMismatch(
                     f"{path}: holds id {manifest['max_id']}, the model's vocabulary is {vocab_size}: "
-                    f"say --vocab-size {manifest['vocab_size']} or name another file"
+                    f"name another file, or give the model --vocab-size {manifest['vocab_size']}"
                 )
         known = [vocab_size] if vocab_size is not None else []
         limit = min(known + [manifest["vocab_size"]] if manifest else known)
@@ -286,7 +286,7 @@ class TokenFile:
     def _beyond(self, token: int) -> BadData:
         return BadData(
             f"{self.path}: id {int(self.ids[token])} at token {token:,} is beyond the vocabulary of {self.vocab_size}: "
-            + ("make it anew" if self.manifest else "check --vocab-size")
+            + ("make it anew" if self.manifest else "check the model's --vocab-size")
         )
 
     def ends_of_documents(self) -> Iterator[np.ndarray]:

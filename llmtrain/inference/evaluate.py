@@ -43,12 +43,13 @@ def open_sources(
     seq_len: int,
     tokenizer: Tokenizer | None = None,
     eos_id: int | None = None,
+    document_mask: bool = False,
 ) -> list[Source]:
     """Opens and checks the token files of `[NAME=]PATH`, all of them before any is evaluated.
 
-    Raises UsageError for windows longer than the model's max_seq_len, InputMissing, BadData (65) for a file that is
-    damaged or shorter than a window, ConfigMismatch (78) for one with ids beyond the vocabulary or from another
-    tokenizer.
+    Raises UsageError for windows longer than the model's max_seq_len and, with a document mask, for a file whose
+    documents' borders are not known; InputMissing, BadData (65) for one that is damaged or shorter than a window,
+    ConfigMismatch (78) for one with ids beyond the vocabulary or from another tokenizer.
     """
     if seq_len > config.max_seq_len:
         raise UsageError(f"--seq-len {seq_len} is beyond the model's max_seq_len {config.max_seq_len}: lower it")
@@ -62,7 +63,12 @@ def open_sources(
             raise ConfigMismatch(
                 f"{source.file.path}: comes from another tokenizer than {tokenizer.file}: tokenize it with that one"
             )
-    SampleOrder(sources, seq_len, seed=0)  # for its checks
+        if document_mask and not source.file.has_borders:
+            raise UsageError(
+                f"{source.file.path}: does not say where documents end, and the model attends within them: make it "
+                "with `llmtrain tokenize-corpus`"
+            )
+        SampleOrder([source], seq_len, seed=0)  # for its checks; they are no mixture, whatever the weights
     return sources
 
 

@@ -12,7 +12,7 @@ from llmtrain.corpus.packing import Packed, open_or_build
 from llmtrain.corpus.token_file import TokenFile
 from llmtrain.storage.errors import ConfigMismatch, InputMissing, UsageError
 from llmtrain.storage.manifest import sha256_file
-from llmtrain.training.config import TrainConfig
+from llmtrain.training.config import DataConfig, TrainConfig
 from llmtrain.training.validate import HeldOut
 
 MAX_SEQ_LEN = (1 << 31) - 1
@@ -21,25 +21,22 @@ MAX_SEQ_LEN = (1 << 31) - 1
 
 def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[HeldOut]]:
     """Opens and checks every file of the run, before anything is written: (resolved configuration, order, held-out)."""
-    # config.toml is read again by a process that may have been started elsewhere.
-    tokens, val_tokens = (tuple(map(absolute_spec, specs)) for specs in (config.data.tokens, config.data.val_tokens))
+    data = with_absolute_paths(config.data)
     vocab_size, eos_id = config.model.vocab_size, config.data.eos_id
     sources = open_sources(config.data.tokens, vocab_size, eos_id)
     config = resolve(config, sources)
     order = order_of_run(config, sources)
     if config.data.document_mask:
         check_document_mask(order)
-    validation = open_sources(config.data.val_tokens, vocab_size, eos_id) if config.data.val_tokens else []
-    if validation:
-        held_out = SampleOrder(validation, config.data.seq_len, 0)  # for its checks
-        if config.data.document_mask:
-            check_document_mask(held_out)
+    validation = []
+    if config.data.val_tokens:
+        validation = open_sources(config.data.val_tokens, vocab_size, eos_id, "--val-tokens")
+        for source in validation:
+            held_out = SampleOrder([source], config.data.seq_len, 0)  # for its checks; they are no mixture
+            if config.data.document_mask:
+                check_document_mask(held_out)
         resolve(config, sources + validation)
     of_text = open_text(config, order)
-    val_choices, val_text = (tuple(map(absolute_spec, s)) for s in (config.data.val_choices, config.data.val_text))
-    data = dataclasses.replace(
-        config.data, tokens=tokens, val_tokens=val_tokens, val_choices=val_choices, val_text=val_text
-    )
     init_from, branch_from = config.run.init_from, config.run.branch_from
     run = dataclasses.replace(
         config.run,
@@ -49,11 +46,27 @@ def open_corpus(config: TrainConfig) -> tuple[TrainConfig, SampleOrder, list[Hel
     return dataclasses.replace(config, data=data, run=run), order, [*validation, *of_text]
 
 
-def open_sources(specs: tuple[str, ...], vocab_size: int, eos_id: int | None) -> list[Source]:
-    """Opens token files; vocab_size 0: as their manifests say."""
+def with_absolute_paths(data: DataConfig) -> DataConfig:
+    """As config.toml has it, which is read again by a process that may have been started elsewhere. Raises UsageError
+    where an option's value names no file."""
+
+    def absolute(specs: tuple[str, ...], option: str) -> tuple[str, ...]:
+        return tuple(absolute_spec(spec, option) for spec in specs)
+
+    return dataclasses.replace(
+        data,
+        tokens=absolute(data.tokens, "--tokens"),
+        val_tokens=absolute(data.val_tokens, "--val-tokens"),
+        val_choices=absolute(data.val_choices, "--val-choices"),
+        val_text=absolute(data.val_text, "--val-text"),
+    )
+
+
+def open_sources(specs: tuple[str, ...], vocab_size: int, eos_id: int | None, option: str = "--tokens") -> list[Source]:
+    """Opens the token files that `option` names; vocab_size 0: as their manifests say."""
     return [
         Source(name, TokenFile.open(path, vocab_size or None, eos_id), weight, budget)
-        for name, path, weight, budget in parse_sources(specs)
+        for name, path, weight, budget in parse_sources(specs, option)
     ]
 
 
@@ -79,9 +92,7 @@ def resolve(config: TrainConfig, sources: list[Source]) -> TrainConfig:
         raise UsageError(f"--max-seq-len {max_seq_len} is beyond {MAX_SEQ_LEN}, where positions end: lower it")
     if max_seq_len < config.data.seq_len:
         raise UsageError(f"--max-seq-len {max_seq_len} is below --seq-len {config.data.seq_len}: raise it")
-    return dataclasses.replace(
-        config, model=dataclasses.replace(model, vocab_size=vocab_size, max_seq_len=max_seq_len)
-    )
+    return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=vocab_size, max_seq_len=max_seq_len))
 
 
 def corpus_identity(sources: list[Source]) -> list[dict[str, Any]]:
@@ -114,10 +125,13 @@ def open_text(config: TrainConfig, order: SampleOrder) -> list[Choices | HeldOut
     from llmtrain.corpus import tokenizer as tokenizers  # here, because most runs never need the library
 
     tokenizer = tokenizers.load(path)
-    found: list[Choices | HeldOutText] = [read_choices(spec, tokenizer, data.seq_len) for spec in data.val_choices]
+    found: list[Choices | HeldOutText] = []
+    for spec in data.val_choices:
+        found.append(read_choices(spec, tokenizer, data.seq_len, "--val-choices"))
     for spec in data.val_text:
-        found.append(read_text(spec, tokenizer, data.seq_len, data.val_text_field, data.val_kind_field))
-    tokenized = parse_sources(data.val_tokens) if data.val_tokens else []
+        fields = (data.val_text_field, data.val_kind_field)
+        found.append(read_text(spec, tokenizer, data.seq_len, *fields, option="--val-text"))
+    tokenized = parse_sources(data.val_tokens, "--val-tokens") if data.val_tokens else []
     names = [one.name for one in (*tokenized, *found)]
     for name in names:
         if names.count(name) > 1:

@@ -127,7 +127,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_position(tmp_path):
     file = TokenFile.open(write_ids(tmp_path / "a.u16", ids), 512)
     assert file.gather(np.array([0, 11, 13]), 64).shape == (3, 65)
     with pytest.raises(
-        BadData, match=r"a.u16: id 600 at token 777 is beyond the vocabulary of 512: check --vocab-size"
+        BadData, match=r"a.u16: id 600 at token 777 is beyond the vocabulary of 512: check the model's --vocab-size"
     ):
         file.gather(np.array([3, 12]), 64)
 
