@@ -1,4 +1,7 @@
-"""What `sweep` and `bench` can be told. Imports no torch: the command line reads it."""
+"""What `sweep` and `bench` can be told. Imports no torch: the command line reads it.
+
+Shapes of ops are a card's by default; `on_cpu` in a field's metadata is what takes a CPU less than a minute.
+"""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -86,9 +89,9 @@ class OpTimingConfig:
 class NormShapesConfig:
     """Shapes of RMSNorm."""
 
-    tokens: tuple[int, ...] = (256, 16384, 65536)
+    tokens: tuple[int, ...] = field(default=(256, 16384, 65536), metadata={"on_cpu": (256, 4096)})
     """Rows, or tokens where there are heads; may be repeated."""
-    width: tuple[int, ...] = (768, 2048)
+    width: tuple[int, ...] = field(default=(768, 2048), metadata={"on_cpu": (256,)})
     """Width of a row; may be repeated."""
     heads: int = 0
     """Norm this many heads of every token by one shared weight; 0: plain rows."""
@@ -107,15 +110,15 @@ class NormShapesConfig:
 class SwiGLUShapesConfig:
     """Shapes of SwiGLU and of the rotation of q and k."""
 
-    tokens: tuple[int, ...] = (2048, 16384, 131072)
+    tokens: tuple[int, ...] = field(default=(2048, 16384, 131072), metadata={"on_cpu": (256, 2048)})
     """Tokens; may be repeated."""
-    d_ff: int = 3456
+    d_ff: int = field(default=3456, metadata={"on_cpu": 256})
     """Width of the feed-forward."""
-    n_heads: int = 20
+    n_heads: int = field(default=20, metadata={"on_cpu": 4})
     """Query heads that are rotated."""
-    n_kv_heads: int = 4
+    n_kv_heads: int = field(default=4, metadata={"on_cpu": 2})
     """Key heads that are rotated."""
-    head_dim: int = 64
+    head_dim: int = field(default=64, metadata={"on_cpu": 32})
     """Width of a head."""
 
     def __post_init__(self) -> None:
@@ -129,11 +132,11 @@ class SwiGLUShapesConfig:
 class GemmShapesConfig:
     """Shapes of the matrix products of a linear layer, y = x W^T."""
 
-    tokens: int = 16384
+    tokens: int = field(default=16384, metadata={"on_cpu": 256})
     """Rows of x."""
-    inputs: tuple[int, ...] = (768, 2048)
+    inputs: tuple[int, ...] = field(default=(768, 2048), metadata={"on_cpu": (64, 256)})
     """Columns of x; may be repeated."""
-    outputs: tuple[int, ...] = (2816, 16384)
+    outputs: tuple[int, ...] = field(default=(2816, 16384), metadata={"on_cpu": (256, 1024)})
     """Columns of y; one for each of the inputs."""
 
     def __post_init__(self) -> None:
@@ -147,17 +150,17 @@ class GemmShapesConfig:
 class AttentionShapesConfig:
     """Documents laid end to end, and the heads that attend within them."""
 
-    tokens: int = 65536
+    tokens: int = field(default=65536, metadata={"on_cpu": 512})
     """Tokens in all, about."""
-    shortest: int = 256
+    shortest: int = field(default=256, metadata={"on_cpu": 64})
     """Length of the shortest document."""
-    longest: int = 256
+    longest: int = field(default=256, metadata={"on_cpu": 64})
     """Length of the longest document; lengths are drawn evenly between the two."""
-    n_heads: int = 12
+    n_heads: int = field(default=12, metadata={"on_cpu": 4})
     """Query heads."""
-    n_kv_heads: int = 4
+    n_kv_heads: int = field(default=4, metadata={"on_cpu": 2})
     """Key and value heads."""
-    head_dim: int = 64
+    head_dim: int = field(default=64, metadata={"on_cpu": 16})
     """Width of a head."""
     window: int = 0
     """Keys that a token sees at most; 0: all of its document."""
@@ -178,11 +181,11 @@ class AttentionShapesConfig:
 class HeadShapesConfig:
     """Shapes of the language-model head."""
 
-    tokens: tuple[int, ...] = (16384,)
+    tokens: tuple[int, ...] = field(default=(16384,), metadata={"on_cpu": (256,)})
     """Rows; may be repeated."""
-    width: int = 1280
+    width: int = field(default=1280, metadata={"on_cpu": 64})
     """Width of a row."""
-    vocabulary: int = 65536
+    vocabulary: int = field(default=65536, metadata={"on_cpu": 1024})
     """Rows of the weight."""
 
     def __post_init__(self) -> None:

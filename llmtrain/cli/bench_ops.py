@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from llmtrain.benchmark import config
-from llmtrain.cli.options import ConfigCommand, build, config_options
+from llmtrain.cli.options import ConfigCommand, build, config_options, of_cpu
 from llmtrain.storage.errors import UsageError
 
 
@@ -24,7 +24,8 @@ def show(data: dict[str, Any], markdown: str, output: Path | None) -> None:
 
 
 def op_command(name: str, summary: str, shapes: type) -> click.Command:
-    """A command that times the cases which `name`_cases of llmtrain.benchmark.ops makes of `shapes`."""
+    """A command that times the cases which `name`_cases of llmtrain.benchmark.ops makes of `shapes`, small ones by
+    default on a CPU."""
 
     @click.command(name, cls=ConfigCommand, help=summary, epilog=example(f"{name} --output {name}.md"))
     @click.option(
@@ -34,15 +35,16 @@ def op_command(name: str, summary: str, shapes: type) -> click.Command:
     @config_options(config.OpTimingConfig, shapes)
     def command(given: dict[str, Any], output: Path | None) -> None:
         timing = build(config.OpTimingConfig, given)
-        wanted: Any = build(shapes, given)
 
         from llmtrain.benchmark import ops
         from llmtrain.training.devices import pick_device
         from llmtrain.training.fit import out_of_memory
 
+        device = pick_device(timing.device)
+        wanted: Any = build(shapes, given, of_cpu(shapes) if device.type == "cpu" else {})
         make: Callable[..., list] = getattr(ops, f"{name}_cases")
         try:
-            cases = make(wanted, pick_device(timing.device))
+            cases = make(wanted, device)
             data = ops.measure_op(name, cases, timing, tell=lambda line: click.echo(line, err=True))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

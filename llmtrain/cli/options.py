@@ -10,8 +10,9 @@ A command that is configured by dataclasses reads
 `given` holds only the fields that stand on the command line, so it says by itself what a person asked for; `build` lays
 it over a table of a TOML file, and that over the defaults of the dataclass.
 
-A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`), `metavar`, and
-`bare` (the value of the option where none stands behind it).
+A field's `metadata` may hold `option` (another name than the field's, such as "--input" for `inputs`), `metavar`,
+`bare` (the value of the option where none stands behind it), and `on_cpu` (another default, which the command takes by
+`of_cpu` where it runs on a CPU).
 """
 
 import ast
@@ -105,8 +106,17 @@ def options_of(config: Any) -> tuple[Option, ...]:
         name = field.metadata.get("option", "--" + field.name.replace("_", "-"))
         kind, metavar, bare = click_type(annotation), field.metadata.get("metavar"), field.metadata.get("bare")
         help = " ".join(docs[field.name].split())
+        if "on_cpu" in field.metadata:
+            on_cpu = field.metadata["on_cpu"]
+            shown = ", ".join(map(str, on_cpu)) if repeatable else on_cpu
+            help += f" On a CPU the default is {shown}."
         found.append(Option(field.name, name, kind, hints[field.name], repeatable, default, help, metavar, bare))
     return tuple(found)
+
+
+def of_cpu(config: Any) -> dict[str, Any]:
+    """The defaults of a dataclass (the class) that are others on a CPU, as a table for `build`."""
+    return {field.name: field.metadata["on_cpu"] for field in dataclasses.fields(config) if "on_cpu" in field.metadata}
 
 
 @functools.cache

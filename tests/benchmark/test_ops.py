@@ -1,5 +1,6 @@
 """The ops' benchmarks as a person runs them, and the page of their tables."""
 
+import itertools
 import json
 import runpy
 from pathlib import Path
@@ -7,10 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.benchmark import rmsnorm
-from llmtrain.benchmark.config import GemmShapesConfig, NormShapesConfig, OpTimingConfig, SwiGLUShapesConfig
+from llmtrain.benchmark import ops, rmsnorm
+from llmtrain.benchmark.config import (
+    GemmShapesConfig,
+    HeadShapesConfig,
+    NormShapesConfig,
+    OpTimingConfig,
+    SwiGLUShapesConfig,
+)
 from llmtrain.benchmark.op import judge, ulp_error
+from llmtrain.cli.bench_ops import COMMANDS
 from llmtrain.cli.main import run
+from llmtrain.storage.errors import UsageError
+from llmtrain.training import devices
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--device", "cpu", "--sessions", "1", "--rounds", "2", "--samples", "2", "--no-compile"]
@@ -37,6 +47,59 @@ def test_an_op_is_timed_and_written(tmp_path, capsys, op, shapes, rows):
         assert max(ours["errors"].values()) <= 1
     if op == "rmsnorm":
         assert "- Transformer Engine: absent" in out
+
+
+ON_CPU = {
+    "rmsnorm": [{"T": 256, "H": 256, "form": "plain"}, {"T": 4096, "H": 256, "form": "plain"}],
+    "swiglu": [
+        {"T": 256, "d_ff": 256}, {"T": 2048, "d_ff": 256},
+        {"T": 256, "heads": "4+2 of 32"}, {"T": 2048, "heads": "4+2 of 32"},
+    ],
+    "attention": [
+        {"documents": "8 of 64", "tokens": 512, "heads": "4+2 of 16", "cache B/token": 128, "window": "none",
+         "padding": "0.00"},
+    ],
+    "head": [{"tokens": 256, "width": 64, "vocabulary": 1024}],
+    "gemm": [{"tokens": 256, "k": 64, "n": 256}, {"tokens": 256, "k": 256, "n": 1024}],
+}  # fmt: skip
+"""Op -> the shapes that it is timed at on a CPU where none is given."""
+
+
+@pytest.mark.parametrize("op", ON_CPU)
+def test_on_a_cpu_shapes_are_small_where_none_is_given(tmp_path, op):
+    assert set(ON_CPU) == {command.name for command in COMMANDS}
+    assert run(["bench", op, *SHORT, "--output", str(tmp_path / "op.md")]) == 0
+    rows = json.loads((tmp_path / "data" / "op.json").read_text())["rows"]
+    assert [shape for shape, _ in itertools.groupby(row["shape"] for row in rows)] == ON_CPU[op]
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "taken"),
+    [
+        ("cpu", [], HeadShapesConfig((256,), 64, 1024)),
+        ("cpu", ["--tokens", "7", "--vocabulary", "99"], HeadShapesConfig((7,), 64, 99)),
+        ("cuda", [], HeadShapesConfig()),
+        ("cuda", ["--width", "2048"], HeadShapesConfig(width=2048)),
+    ],
+)
+def test_the_device_decides_what_is_not_given(monkeypatch, device, arguments, taken):
+    seen = []
+
+    def cases(shapes, on):
+        seen.append((shapes, on.type))
+        raise UsageError("seen")
+
+    monkeypatch.setattr(devices, "pick_device", lambda _: torch.device(device))
+    monkeypatch.setattr(ops, "head_cases", cases)
+    assert run(["bench", "head", *arguments]) == 2
+    assert seen == [(taken, device)]
+
+
+def test_the_help_says_both(capsys):
+    assert run(["bench", "head", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Width of a row. On a CPU the default is 64. [default: 1280]" in said
+    assert "Rows; may be repeated. On a CPU the default is 256. [default: 16384]" in said
 
 
 @pytest.mark.parametrize(
