@@ -266,22 +266,45 @@ def environment(monkeypatch, workspace: str | None) -> None:
         monkeypatch.delenv(WORKSPACE)
 
 
+BF16 = {"dtype": torch.bfloat16, "eight_bit": False}
+
+
 @pytest.mark.parametrize(
     ("before", "tokens", "after"),
     [(None, 16_384, ":0:0"), (None, 16_385, None), (":4096:2", 512, ":4096:2")],
 )
 def test_few_tokens_take_no_workspace_unless_the_environment_says_one(monkeypatch, before, tokens, after):
     environment(monkeypatch, before)
-    spare_workspace(tokens, d_model=768)
+    spare_workspace(tokens, d_model=768, **BF16)
     assert os.environ.get(WORKSPACE) == after
-    spare_workspace(512, d_model=2048)
+    spare_workspace(512, d_model=2048, **BF16)
     assert os.environ.get(WORKSPACE) == after
+
+
+@pytest.mark.parametrize("other", [{"eight_bit": True}, {"dtype": torch.float32}])
+def test_other_arithmetic_than_bf16_keeps_its_workspace(monkeypatch, other):
+    environment(monkeypatch, None)
+    spare_workspace(512, d_model=768, **BF16 | other)
+    assert WORKSPACE not in os.environ
+
+
+def deterministic_after(monkeypatch, before: str | None, in_use: bool) -> tuple[str, int]:
+    """The workspace that there is then, and how often those of streams were given up, CUDA being in use or not."""
+    given_up = []
+    environment(monkeypatch, before)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: given_up.append(1), raising=False)
+    make_deterministic()
+    return os.environ[WORKSPACE], len(given_up)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":0:0", ":4096:8"), (":16:8", ":16:8")])
 def test_a_deterministic_run_has_a_workspace_that_torch_takes_for_one(monkeypatch, before, after):
-    environment(monkeypatch, before)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    make_deterministic()
-    assert os.environ[WORKSPACE] == after
+    assert deterministic_after(monkeypatch, before, in_use=False) == (after, 0)
+
+
+@pytest.mark.parametrize(("before", "given_up"), [(None, 0), (":0:0", 1), (":16:8", 0)])
+def test_a_workspace_of_no_bytes_is_not_taken_for_one_of_the_new_size(monkeypatch, before, given_up):
+    assert deterministic_after(monkeypatch, before, in_use=True)[1] == given_up
