@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from checks import Report
+from places import place
 from torch import Tensor
 
 from llmtrain.benchmark.machine import describe
@@ -176,13 +177,14 @@ PARTS = ("results", "times")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/data/attention.json"), help="JSON")
+    parser.add_argument("--output", type=Path, help="JSON; default: docs/data/attention.json")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
     parser.add_argument("--smoke", action="store_true", help="results alone")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.smoke else "cuda")
-    report = Report(describe(not arguments.smoke), arguments.output)
+    output = place(arguments.output, "docs/data/attention.json", arguments.smoke)
+    report = Report(describe(not arguments.smoke), output)
     for part in ("results",) if arguments.smoke else arguments.only or PARTS:
         report.begin(part)
         if part == "results":

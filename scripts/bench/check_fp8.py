@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from checks import add_groups
+from places import place
 from torch import Tensor
 
 from llmtrain.benchmark.machine import describe
@@ -145,9 +146,10 @@ def experts_record(device: torch.device, tokens: int, d: int, f: int, n_experts:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="The 102M model's shapes alone, few samples.")
-    parser.add_argument("--output", type=Path, default=Path("docs/data/fp8-check.json"), help="JSON.")
+    parser.add_argument("--output", type=Path, help="JSON; default: docs/data/fp8-check.json.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    args.output = place(args.output, "docs/data/fp8-check.json", args.smoke)
     device = torch.device("cpu" if args.smoke else "cuda")
     shapes = SMALL if args.smoke else dict(list(SHAPES.items())[: 2 if args.quick else None])
     machine, records = describe(not args.smoke), []

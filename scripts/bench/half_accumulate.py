@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from places import place
 from torch import Tensor
 
 from llmtrain.benchmark.machine import describe
@@ -76,10 +77,11 @@ def by_triton(a: Tensor, b: Tensor, half: bool, parts: int, tile: tuple[int, ...
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/data/half-accumulate.json"), help="JSON")
+    parser.add_argument("--output", type=Path, help="JSON; default: docs/data/half-accumulate.json")
     parser.add_argument("--quick", action="store_true", help="Few samples.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    args.output = place(args.output, "docs/data/half-accumulate.json", args.smoke)
     samples = 1 if args.smoke else 5 if args.quick else 25
     device = "cpu" if args.smoke else "cuda"
     side, length = (128, 512) if args.smoke else (SIDE, DEPTH)

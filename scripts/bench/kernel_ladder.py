@@ -37,6 +37,7 @@ from experts_page import (  # noqa: E402
     draw,
     page,
 )
+from places import place  # noqa: E402
 from precision_page import read  # noqa: E402
 
 from llmtrain.benchmark.machine import describe  # noqa: E402
@@ -262,13 +263,14 @@ def product_records(inputs: Inputs, n_experts: int, samples: int) -> list[dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/experts.md"))
+    parser.add_argument("--output", type=Path, help="Default: docs/experts.md.")
     parser.add_argument("--experts", type=int, action="append", help="How many; repeat it. Default: 32, 48, 64, 96.")
     parser.add_argument("--tokens", type=int, action="append", help="Of a step; repeat it. Default: 2048, 32768.")
     parser.add_argument("--quick", action="store_true", help="Few samples.")
     parser.add_argument("--page", action="store_true", help="Measure nothing.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    args.output = place(args.output, "docs/experts.md", args.smoke)
     source = data_path(args.output)
 
     def write(data: dict[str, Any] | None, drawn: bool) -> None:

@@ -1,12 +1,14 @@
 """This project against its peers: the same model, batch and data, each arm in a process of its own, taking turns.
 
     python scripts/bench/peers.py [--case 102m-4x1024 ...] [--together] [--budget 540] [--output docs/peers.md]
-    python scripts/bench/peers.py --smoke        # a tiny model on the CPU: do the arms run, and do they agree
+    python scripts/bench/peers.py --smoke        # a tiny model on the CPU: do the arms run, and do they agree;
+                                                 # its page lies below build/
 
 Arms of a case stay resident and time one burst each a round, in rotating order. Where the card cannot hold all of them
 at once, those that do not fit form another group, with llmtrain in it again as the measure. With --together the arms of
 all chosen cases start side by side, and then case after case takes its turns: small shapes wait once for compilers
-instead of once a case. Cases that were measured before stay in the JSON, each with the machine it was taken on.
+instead of once a case; none is written before all are measured. Cases that were measured before stay in the JSON, each
+with the machine it was taken on, and so does one of which no arm ran now: then it exits with 1.
 """
 
 import argparse
@@ -16,10 +18,13 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -27,6 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from models import MODEL_1B, MODEL_102M, MODEL_361M  # noqa: E402
 from peer_arm import ARMS, NEEDS  # noqa: E402
 from peer_process import ArmEnded, ArmProcess, Settings  # noqa: E402
+from places import place  # noqa: E402
 
 from llmtrain.benchmark.config import Shape  # noqa: E402
 from llmtrain.benchmark.machine import card_state, describe  # noqa: E402
@@ -36,7 +42,9 @@ from llmtrain.benchmark.step import model_figures  # noqa: E402
 from llmtrain.benchmark.tables import read_data, write_page  # noqa: E402
 from llmtrain.model.config import ModelConfig  # noqa: E402
 from llmtrain.storage.atomic import make_parent  # noqa: E402
+from llmtrain.storage.errors import LlmtrainError  # noqa: E402
 
+NO_CARD = "there is no card here; --smoke runs a tiny model on the CPU"
 OURS, COPY, IN_ORDER = "llmtrain", "llmtrain (copy)", "llmtrain, deterministic"
 PLAIN, GRAPHS = "plain, compiled", "plain, compiled, CUDA graphs"
 FINDS_CACHES_OF = {COPY: OURS, GRAPHS: PLAIN}
@@ -278,7 +286,7 @@ def add_case(output: Path, result: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--arm", action="append", choices=list(ARMS), help="only these arms (the measure always)")
@@ -287,19 +295,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a burst")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--budget", type=float, default=math.inf, help="start no case after this many seconds")
-    parser.add_argument("--output", type=Path, default=Path("docs/peers.md"))
+    parser.add_argument("--output", type=Path, help="default: docs/peers.md")
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error(f"--rounds must be 2 or more to show a spread, not {options.rounds}")
+    if not 0 < options.seconds < math.inf:
+        parser.error(f"--seconds must be more than 0, not {options.seconds:g}")
+    if not (options.smoke or torch.cuda.is_available()):
+        parser.error(NO_CARD)
+    output = place(options.output, "docs/peers.md", options.smoke)
+    try:
+        make_parent(output)
+        read_data(output)
+    except (LlmtrainError, ValueError) as error:
+        parser.error(f"--output {output}: {error}")
 
     chosen = SMOKE if options.smoke else [case for case in CASES if case.name in (options.case or [case.name])]
     if options.arm:
         keep = {OURS, *options.arm}
         chosen = [Case(c.name, tuple(e for e in c.entries if e.arm in keep), c.steps) for c in chosen]
-    entries = [entry for case in chosen for entry in case.entries]
-    if options.together and len(set(entries)) < len(entries):
-        parser.error("--together needs cases without an arm on one shape twice")
-    begin = time.monotonic()
+    entry, times = Counter(entry for case in chosen for entry in case.entries).most_common(1)[0]
+    if options.together and times > 1:
+        parser.error(f"--together: {times} of these cases have {entry.arm} at {entry.shape}: name others by --case")
+    failed, begin = False, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peers-caches-") as caches:
         settings = Settings(
             options.seconds / 10 if options.smoke else options.seconds,
@@ -314,10 +332,16 @@ def main() -> None:
                 print(f"{names}: not started, {options.budget:g} s are over", flush=True)
                 continue
             for result in run_cases(cases, settings):
-                add_case(options.output, result | {"seconds": settings.seconds, "precision": settings.precision})
+                if any(row["status"] == "ok" for row in result["rows"]):
+                    add_case(output, result | {"seconds": settings.seconds, "precision": settings.precision})
+                else:
+                    failed = True
+                    print(f"{result['name']}: no arm ran: {result['rows'][0]['reason']}", flush=True)
             print(f"{names}: {time.monotonic() - begin:.0f} s since the start", flush=True)
-    print(options.output.read_text())
+    if output.exists():
+        print(output.read_text())
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -30,6 +30,7 @@ sys.path.insert(0, str(HERE))
 
 from peer_arm import NEEDS, TORCHAO_ARM  # noqa: E402
 from peer_process import ArmEnded, ArmProcess, Settings  # noqa: E402
+from places import place  # noqa: E402
 from precision_page import NARROW, TORCHAO, WIDE, best, draw, page, read  # noqa: E402
 
 from llmtrain.benchmark.config import Shape, SweepRow, TimingConfig  # noqa: E402
@@ -195,7 +196,7 @@ def run_rung(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/precision.md"))
+    parser.add_argument("--output", type=Path, help="Default: docs/precision.md.")
     parser.add_argument("--only", action="append", choices=LADDERS, help="A rung; repeat it. Default: all.")
     parser.add_argument("--arm", action="append", choices=[arm.name for arm in ARMS], help="An arm; repeat it.")
     parser.add_argument("--quick", action="store_true", help="The preset's micro-batch alone, for a moment.")
@@ -203,6 +204,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="Measure nothing.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    args.output = place(args.output, "docs/precision.md", args.smoke)
     source = data_path(args.output)
     picture = args.output.with_suffix(".png")
 

@@ -16,11 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from peer_process import ROOT, ArmProcess, Settings  # noqa: E402
-from peers import CASES, OURS, SMOKE  # noqa: E402
+from peers import CASES, NO_CARD, OURS, SMOKE  # noqa: E402
 
 from llmtrain.benchmark.config import Shape  # noqa: E402
 from llmtrain.benchmark.machine import describe  # noqa: E402
@@ -67,6 +69,8 @@ def main() -> None:
     old = args.old.resolve()
     if not (old / "scripts/bench/peer_arm.py").is_file():
         parser.error(f"{args.old}: no source tree of llmtrain: it lacks scripts/bench/peer_arm.py")
+    if not (args.smoke or torch.cuda.is_available()):
+        parser.error(NO_CARD)
     if args.rounds < 2:
         parser.error(f"--rounds must be 2 or more to show a floor, not {args.rounds}")
     of_cases = [entry for case in CASES if case.name in args.case for entry in case.entries if entry.arm == OURS]

@@ -59,7 +59,10 @@ def test_groups_of_other_turns_stay_each_with_its_machine(script, tmp_path, caps
 
 
 def test_attention_is_checked_and_another_backend_than_the_rules_is_named(script, run, tmp_path, monkeypatch):
-    check = script("bench/check_attention")
+    check, docs = script("bench/check_attention"), Path("docs/data/attention.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check_attention", "--smoke"])
+    assert check.main() == 0 and read("build" / docs) and not docs.exists(), "figures of a card stay"
     code, lines, groups = run("check_attention", tmp_path / "a.json", "--smoke", module=check)
     assert code == 0 and lines[-1] == "all within tolerance" and set(groups) == {"results"}
     assert {r["op"] for r in groups["results"]["records"]} == {

@@ -27,11 +27,14 @@ def script(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["kernel_ladder", "half_accumulate"])
-def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
-    output = tmp_path / "page.md"
-    source = tmp_path / "data" / ("page.json" if name == "kernel_ladder" else "half-accumulate.json")
-    monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(output if name == "kernel_ladder" else source)])
+def test_a_script_smokes_and_leaves_docs_alone(name, tmp_path, monkeypatch, capsys):
+    """docs/ has figures of a card, and card.py takes what lies there for measured."""
+    output = tmp_path / "build" / "docs" / "experts.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--smoke"])
     assert script(name).main() == 0, capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["build"]
+    source = output.parent / "data" / ("experts.json" if name == "kernel_ladder" else "half-accumulate.json")
     data = json.loads(source.read_text())
     if name == "kernel_ladder":
         assert [r["status"] for r in data["rungs"]] == ["ok"] * 5 and not [r for r in data["products"] if "reason" in r]
@@ -45,8 +48,9 @@ def test_a_script_smokes(name, tmp_path, monkeypatch, capsys):
 
 
 def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monkeypatch, capsys, tmp_path):
-    check, output = script("check_fp8"), tmp_path / "fp8-check.json"
-    monkeypatch.setattr(sys, "argv", ["check_fp8", "--smoke", "--output", str(output)])
+    check, output = script("check_fp8"), tmp_path / "build" / "docs" / "data" / "fp8-check.json"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check_fp8", "--smoke"])
     assert check.main() == 0 and capsys.readouterr().out.count('"wrong": []') == 4
     assert list(json.loads(output.read_text())["groups"]) == ["small", "4 experts"]
     right = check.FineWeight.multiply

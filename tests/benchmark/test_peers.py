@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,18 @@ def peers():
     sys.path.remove(str(SCRIPTS))
 
 
-def test_the_arms_run_and_agree_on_a_tiny_model(tmp_path):
-    output = tmp_path / "docs" / "peers.md"
-    command = [sys.executable, str(SCRIPTS / "peers.py"), "--smoke", "--rounds", "2", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """peers.py in `folder`, where no card is seen."""
+    command, blind = [sys.executable, str(SCRIPTS / "peers.py"), *words], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=blind, timeout=300)
+
+
+def test_the_arms_run_and_agree_on_a_tiny_model_and_docs_stay_as_they_are(tmp_path):
+    output = tmp_path / "build" / "docs" / "peers.md"
+    done = call(tmp_path, "--smoke", "--rounds", "2")
     assert done.returncode == 0, done.stderr
-    (case,) = json.loads((tmp_path / "docs" / "data" / "peers.json").read_text())["cases"]
+    assert not (tmp_path / "docs").exists()
+    (case,) = json.loads((output.parent / "data" / "peers.json").read_text())["cases"]
     rows = {(row["arm"], row["shape"]["accumulate"]): row for row in case["rows"]}
     ours = rows["llmtrain", 1]
     others = ["llmtrain (copy)", "plain"] + ["transformers"] * (rows["transformers", 1]["status"] != "absent")
@@ -38,6 +45,30 @@ def test_the_arms_run_and_agree_on_a_tiny_model(tmp_path):
         assert row["losses"] == pytest.approx(ours["losses"], abs=near), row["arm"]
     assert rows["llmtrain (copy)", 1]["losses"] != ours["losses"]
     assert "| llmtrain | 4 x 32 |" in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--case", "102m-4x1024"], "there is no card here; --smoke runs a tiny model on the CPU"),
+        (["--smoke", "--seconds", "nan"], "--seconds must be more than 0, not nan"),
+        (["--smoke", "--output", "torn.md"], "--output torn.md: Expecting value"),
+        (["--smoke", "--output", "file/x.md"], "file/x.md: cannot be created"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_is_measured(tmp_path, words, error):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "torn.json").write_text("torn")
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    done = call(tmp_path, *words)
+    assert done.returncode == 2 and error in done.stderr.splitlines()[-1], done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_budget_that_is_over_starts_nothing(tmp_path):
+    done = call(tmp_path, "--smoke", "--budget", "-1")
+    assert (done.returncode, done.stdout) == (0, "smoke: not started, -1 s are over\n"), done.stderr
 
 
 class FakeArms:
@@ -166,6 +197,49 @@ def test_of_cases_together_one_whose_measure_has_no_room_is_measured_again_as_a_
     room = iter([1e15, 0.0, 1e15, 0.0, 0.0, 0.0])
     results, _ = together(peers, monkeypatch, lambda: next(room, 1e15))
     assert [[row["group"] for row in case["rows"]] for case in results] == [[0, 0], [1, 1]]
+
+
+def main(peers, monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(peers.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peers, "describe", lambda cuda: {**MACHINE, "taken": "now"})
+    monkeypatch.setattr(sys, "argv", ["peers.py", *words])
+    return peers.main()
+
+
+MACHINE = {"card": None, "cpu": "a", "cores": 1, "versions": {}, "system": "b", "contended": [], "taken": "before"}
+
+
+def test_a_case_of_which_no_arm_runs_stays_as_it_was_measured(peers, monkeypatch, tmp_path, capsys):
+    output, words = tmp_path / "peers.md", ("--arm", "plain, compiled", "--case", "102m-1x512", "--case", "102m-4x512")
+    monkeypatch.setattr(peers, "ArmProcess", FakeArms({"llmtrain": [GOOD], "plain, compiled": [GOOD]}, []))
+    assert main(peers, monkeypatch, *words, "--output", str(output)) == 0
+    before = output.read_text()
+    assert "| llmtrain | 1 x 512 |" in before and "| llmtrain | 4 x 512 |" in before
+
+    class Broken:
+        def __init__(self, arm, shape, steps, settings):
+            self.ends = shape.batch_size == 1
+            self.fake = FakeArms({arm: [GOOD | {"losses": [3.0, 2.5]}]}, [])(arm, shape, steps, settings)
+            self.tell, self.stop = self.fake.tell, self.fake.stop
+
+        def answer(self) -> dict:
+            if self.ends:
+                raise peers.ArmEnded("exit code 1: no card is left")
+            return self.fake.answer()
+
+    monkeypatch.setattr(peers, "ArmProcess", Broken)
+    assert main(peers, monkeypatch, *words, "--together", "--output", str(output)) == 1
+    assert "102m-1x512: no arm ran: exit code 1: no card is left" in capsys.readouterr().out
+    cases = {case["name"]: case["rows"] for case in json.loads((tmp_path / "data" / "peers.json").read_text())["cases"]}
+    assert [row["losses"] for row in cases["102m-1x512"]] == 2 * [[2.0, 1.0]]
+    assert [row["losses"] for row in cases["102m-4x512"]] == 2 * [[3.0, 2.5]]
+
+
+def test_cases_that_share_an_arm_and_a_shape_are_not_held_together(peers, monkeypatch, tmp_path, capsys):
+    words = ("--together", "--case", "102m-64x1024", "--case", "102m-deterministic")
+    with pytest.raises(SystemExit):
+        main(peers, monkeypatch, *words, "--output", str(tmp_path / "x.md"))
+    assert "2 of these cases have llmtrain at 64 x 1024: name others by --case" in capsys.readouterr().err
 
 
 def test_an_arm_that_is_not_installed_is_said_to(peers, monkeypatch):

@@ -1,0 +1,9 @@
+"""Where a script leaves its figures."""
+
+from pathlib import Path
+
+
+def place(given: Path | None, usual: str, smoke: bool) -> Path:
+    """`given`, or `usual`. What a smoke run finds lies below build/ then: docs/ holds figures of a card, and what lies
+    there counts as measured."""
+    return given or (Path("build") / usual if smoke else Path(usual))
