@@ -17,16 +17,17 @@ HEADER = (
 COPY = " (copy)"
 
 LEGEND = (
-    "tok/s is the median of the bursts, by the wall clock. llmtrain's share is llmtrain's tok/s over the arm's, of the "
-    "same group of resident processes: `+` where llmtrain is faster and `-` where it is slower by more than the floor "
-    "in every round, `=` otherwise, `~` where the rounds of either spread over 5%. The floor is the largest difference "
-    "in a round between llmtrain and its copy. Tensors is the allocator's peak, held what the allocator took from the "
-    "card. First step counts from the start of the process, with the most arms that were starting beside it; compile "
-    "caches are empty at the start of a run; the copy finds what llmtrain left, the arm with CUDA graphs what the one "
-    "without did. Loss is that after the stated number of steps on the same data from the same weights, those of the "
-    "copy moved within half a bf16 ulp. Differs by is the largest difference from llmtrain's loss in any of those "
-    "steps (of a second llmtrain, from the first's), and `!` marks one beyond three times what replicates (the "
-    "copy, a second llmtrain) differ by. There is no TensorFlow/XLA arm."
+    "tok/s is the median of the bursts, by the wall clock. llmtrain's share is llmtrain's tok/s over the arm's, of "
+    "the same group of resident processes: `+` where llmtrain is faster and `-` where it is slower by more than the "
+    "floor in every round, `=` otherwise, `?` where no copy ran, `~` where the rounds of either spread over 5%. The "
+    "floor is the largest difference in a round between llmtrain and its copy. Tensors is the allocator's peak, held "
+    "what the allocator took from the card. First step counts from the start of the process, with the most arms that "
+    "were starting beside it, those of cases in the same run among them. Compile caches are empty at the start of a "
+    "run, and its cases share them: the copy finds what llmtrain left, the arm with CUDA graphs what the one without "
+    "did, and a case what arms of other cases had compiled by then. Loss is that after the stated number of steps on "
+    "the same data from the same weights, those of the copy moved within half a bf16 ulp. Differs by is the largest "
+    "difference from llmtrain's loss in any of those steps (of a second llmtrain, from the first's), and `!` marks "
+    "one beyond three times what replicates (the copy, a second llmtrain) differ by. There is no TensorFlow/XLA arm."
 )
 
 
