@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from places import place
 
 from llmtrain.benchmark.attention import Shape, make_case, uniform_lengths
 from llmtrain.benchmark.config import OpTimingConfig
@@ -137,14 +138,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one session of two short rounds")
     parser.add_argument("--no-compile", action="store_true", help="without FlexAttention")
     parser.add_argument("--page", action="store_true", help="make the page from its JSON, measure nothing")
-    parser.add_argument("--output", type=Path, default=Path("docs/attention.md"))
+    parser.add_argument("--output", type=Path, help="default: docs/attention.md")
     arguments = parser.parse_args()
+    on_card = torch.cuda.is_available()
+    arguments.output = place(arguments.output, "docs/attention.md", not (on_card or arguments.page))
     where = arguments.output.parent / "data" / f"{arguments.output.stem}-backends.json"
     data: dict[str, Any] = {"groups": {}}
     if where.exists():
         data = json.loads(where.read_text())
     sizes = dict(sessions=1, rounds=2, samples=11) if arguments.quick else dict(turn_seconds=0.02)
-    timing = OpTimingConfig(**sizes, device="cuda" if torch.cuda.is_available() else "cpu")
+    timing = OpTimingConfig(**sizes, device="cuda" if on_card else "cpu")
     wrong: list[str] = []
     measured = [] if arguments.page else arguments.only or list(HEADINGS)
     for name in measured:

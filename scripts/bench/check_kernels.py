@@ -22,6 +22,7 @@ if "--cpu" in sys.argv:
 import torch
 from checks import Report
 from kernel_bench import EPS, SHAPES, TINY, Bench, Shape, deterministic, poisoned, rmsnorm, rounding, summing, swiglu
+from places import place
 from torch import Tensor
 
 from llmtrain.benchmark.machine import describe
@@ -239,7 +240,7 @@ OPS = {"rmsnorm": check_rmsnorm, "swiglu": check_swiglu, "rotary": check_rotary,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/data/kernels.json"), help="JSON")
+    parser.add_argument("--output", type=Path, help="JSON; default: docs/data/kernels.json")
     parser.add_argument("--only", choices=OPS, action="append", help="this op; may be repeated")
     parser.add_argument("--tune", action="store_true", help="time other tiles too")
     parser.add_argument("--cpu", action="store_true", help="tiny shapes under the interpreter, untimed")
@@ -247,7 +248,8 @@ def main() -> int:
     torch.manual_seed(0)
     begin = time.perf_counter()
     device = torch.device("cpu" if arguments.cpu else "cuda")
-    report = Report(describe(not arguments.cpu), arguments.output)
+    output = place(arguments.output, "docs/data/kernels.json", arguments.cpu)
+    report = Report(describe(not arguments.cpu), output)
     bench = Bench(report, device, arguments.tune)
     with choice.forced(choice.TRITON) if arguments.cpu else contextlib.nullcontext():
         for op in arguments.only or OPS:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from places import place
 
 from llmtrain.benchmark.config import OpTimingConfig
 from llmtrain.benchmark.head import Shape, make_case
@@ -73,13 +74,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one session of two short rounds")
     parser.add_argument("--no-compile", action="store_true", help="without the arms of torch.compile")
     parser.add_argument("--page", action="store_true", help="make the page from its JSON, measure nothing")
-    parser.add_argument("--output", type=Path, default=Path("docs/head.md"))
+    parser.add_argument("--output", type=Path, help="default: docs/head.md")
     arguments = parser.parse_args()
+    on_card = torch.cuda.is_available()
+    arguments.output = place(arguments.output, "docs/head.md", not (on_card or arguments.page))
     where = arguments.output.parent / "data" / f"{arguments.output.stem}-arms.json"
     data = json.loads(where.read_text()) if where.exists() else None
     if not arguments.page:
         sizes = dict(sessions=1, rounds=2, samples=11) if arguments.quick else {}
-        timing = OpTimingConfig(**sizes, device="cuda" if torch.cuda.is_available() else "cpu",
+        timing = OpTimingConfig(**sizes, device="cuda" if on_card else "cpu",
                                 compile=not arguments.no_compile)  # fmt: skip
         cases = [make_case(SHAPE, torch.device(timing.device))]
         data = measure_op("head", cases, timing, tell=lambda line: print(line, flush=True))

@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="Measure nothing.")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    args.output = place(args.output, "docs/experts.md", args.smoke)
+    args.output = place(args.output, "docs/experts.md", not (args.page or torch.cuda.is_available()) or args.smoke)
     source = data_path(args.output)
 
     def write(data: dict[str, Any] | None, drawn: bool) -> None:

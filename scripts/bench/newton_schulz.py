@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from checks import add_groups
+from places import place
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torchs
 
@@ -135,9 +136,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1 << 19, help="of the step that the share is of")
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--output", type=Path, default=Path("docs/data/newton-schulz.json"), help="JSON")
+    parser.add_argument("--output", type=Path, help="JSON; default: docs/data/newton-schulz.json")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.output = place(args.output, "docs/data/newton-schulz.json", device.type == "cpu")
     machine = describe(device.type == "cuda")
     for path, batch_size in zip(args.config, args.batch_size, strict=True):
         table = {"vocab_size": args.vocab_size, "max_seq_len": args.seq_len, **read_tables(path)["model"]}

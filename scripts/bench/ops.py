@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from places import place
 
 from llmtrain.benchmark import gemm, rmsnorm, swiglu
 from llmtrain.benchmark.config import OpTimingConfig
 from llmtrain.benchmark.op import Case
 from llmtrain.benchmark.ops import measure_op
 from llmtrain.benchmark.peers import COMPILED
-from llmtrain.storage.atomic import write_json
+from llmtrain.storage.atomic import make_parent, write_json
 from llmtrain.training.devices import pick_device
 
 ROOT = Path(__file__).parents[2]
@@ -91,18 +92,20 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
     parser.add_argument("--quick", action="store_true", help="2 sessions and few shapes")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile's arms")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "data", help="where the JSON goes")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; default: docs/data")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     arguments = parser.parse_args()
     device = pick_device(arguments.device)
+    out = arguments.out or ROOT / place(None, "docs/data", device.type == "cpu")
     begin = time.perf_counter()
     for part in arguments.only or PARTS:
         timing = OpTimingConfig(
             sessions=2 if arguments.quick else 4, samples=25, turn_seconds=0.006, device=arguments.device,
             compile=part != "gemm" and not arguments.no_compile,  # its autotuning of products takes minutes
         )  # fmt: skip
+        make_parent(out / f"ops-{part}.json")
         cases = PARTS[part](device, arguments.quick)
-        keep = functools.partial(write_json, arguments.out / f"ops-{part}.json")
+        keep = functools.partial(write_json, out / f"ops-{part}.json")
         data = measure_op(part, cases, timing, tell=functools.partial(print, flush=True), keep=keep)
         print(f"{part}: {data['seconds']:.0f} s, {time.perf_counter() - begin:.0f} s in all", flush=True)
     return 0

@@ -31,6 +31,7 @@ if "--cpu" in sys.argv:
 import importlib
 
 import torch
+from places import place
 from torch import Tensor
 
 from llmtrain.benchmark import rmsnorm as bench
@@ -44,7 +45,7 @@ from llmtrain.benchmark.rmsnorm_candidates import (
 )
 from llmtrain.benchmark.timing import Method, Work, measure
 from llmtrain.kernels.rmsnorm_routes import COLUMNS, COLUMNS_ROWS, BackwardRoute, ForwardRoute
-from llmtrain.storage.atomic import write_bytes, write_json
+from llmtrain.storage.atomic import make_parent, write_bytes, write_json
 
 op = importlib.import_module("llmtrain.kernels.rmsnorm")  # its name in the package is the function's
 
@@ -231,13 +232,17 @@ def main() -> int:
     size.add_argument("--defaults", action="store_true", help="write the table that stands before anything is measured")
     parser.add_argument("--width", type=int, action="append", choices=WIDTHS, help="this width; may be repeated")
     parser.add_argument("--inputs", type=int, help="inputs of each family")
-    parser.add_argument("--data", type=Path, default=ROOT / "docs/data/rmsnorm-routes.json")
-    parser.add_argument("--table", type=Path, default=ROOT / "llmtrain/kernels/rmsnorm_table.py")
+    parser.add_argument("--data", type=Path, help="JSON; default: docs/data/rmsnorm-routes.json")
+    parser.add_argument("--table", type=Path, help="default: llmtrain/kernels/rmsnorm_table.py")
     arguments = parser.parse_args()
+    data_path = arguments.data or ROOT / place(None, "docs/data/rmsnorm-routes.json", arguments.cpu)
+    table_path = arguments.table or ROOT / place(None, "llmtrain/kernels/rmsnorm_table.py", arguments.cpu)
+    make_parent(data_path)
+    make_parent(table_path)
     forward, backwards = default_table()
     if arguments.defaults:
         origin = "nothing is measured yet, these are the defaults"
-        write_bytes(arguments.table, table_source(forward, backwards, origin).encode())
+        write_bytes(table_path, table_source(forward, backwards, origin).encode())
         return 0
     begin = time.perf_counter()
     device = torch.device("cpu" if arguments.cpu else "cuda")
@@ -264,8 +269,8 @@ def main() -> int:
         origin = f"measured on {machine['card']['name'] if machine['card'] else 'a CPU'}: widths {measured}"
         data = {"machine": machine, "grid": grid, "inputs": inputs, "every_64th": arguments.long, "widths": records}
         data["missing"] = [other for other in widths if other not in {r["width"] for r in records}]
-        write_json(arguments.data, data)
-        write_bytes(arguments.table, table_source(forward, backwards, origin).encode())
+        write_json(data_path, data)
+        write_bytes(table_path, table_source(forward, backwards, origin).encode())
     return 0
 
 

@@ -167,6 +167,7 @@ def test_the_page_holds_the_tables_of_what_was_measured(tmp_path):
 
 
 def test_the_script_times_every_part(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")  # as where it is run
     script = runpy.run_path(str(ROOT / "scripts" / "bench" / "ops.py"))
     cases = {part: make(torch.device("cpu"), False) for part, make in script["PARTS"].items()}
     assert {part: len(made) for part, made in cases.items()} == {"rmsnorm": 19, "crossover": 13, "swiglu": 6, "gemm": 8}
