@@ -21,7 +21,8 @@ SHAPE = Shape("three", (20, 5, 31), 4, 2, 16, window=9, slots=6)
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
 
 
-def script(name: str):
+def script(name: str, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)  # as where it is run
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
@@ -108,8 +109,8 @@ def fake_row(documents, heads, window, peer, ratio):
     return {"shape": shape, "what": "forward + backward", "arms": arms}
 
 
-def test_bars_of_attention_are_counted_and_all_of_them_are_measured():
-    backends = script("attention_backends")
+def test_bars_of_attention_are_counted_and_all_of_them_are_measured(monkeypatch):
+    backends = script("attention_backends", monkeypatch)
     rows = [fake_row("256 of 256", "12+4 of 64", "none", "varlen_attn", 1.29),
             fake_row("4 of 16384", "16+16 of 128", 512, "ours without the window", 8.1)]  # fmt: skip
     assert [row[-1] for row in backends.bar_rows(rows)] == ["NO", "yes"]
