@@ -1,7 +1,7 @@
 """RMSNorm against its peers: the error of each against FP64, and the time of its forward and its backward."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,13 @@ class Inputs:
     @property
     def leaves(self) -> list[Tensor]:
         return [self.x, self.weight]
+
+    def with_own_leaves(self) -> "Inputs":
+        """The same numbers. A leaf's place in a graph belongs to the stream that it was first used on, and lasts as long
+        as a graph that holds it: a forward that is kept for many backwards must not lend its own to one that is
+        captured on another stream, which would be asked to wait for the first."""
+        x, weight = (leaf.detach().requires_grad_() for leaf in self.leaves)
+        return replace(self, x=x, weight=weight)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -208,21 +215,25 @@ def make_case(
 
 def timed(direction: str, shape: Shape, inputs: Inputs, norms: dict[str, Peer], judged: dict[str, Judgement]) -> Timed:
     def work(norm: Norm) -> Callable[[], Work]:
-        def forward() -> Any:
+        def forward(inputs: Inputs = inputs) -> Any:
             given = norm(inputs.x, inputs.weight, inputs.residual)
             return given if isinstance(given, tuple) else (given,)
 
-        def backward(given: Any, again: bool = True) -> Any:
-            return torch.autograd.grad(given, inputs.leaves, inputs.gradients, retain_graph=again)
+        def backward(given: Any, leaves: list[Tensor] = inputs.leaves, again: bool = False) -> Any:
+            return torch.autograd.grad(given, leaves, inputs.gradients, retain_graph=again)
+
+        def prepared() -> tuple[Any, list[Tensor]]:
+            own = inputs.with_own_leaves()
+            return forward(own), own.leaves
 
         read = (inputs.x, inputs.weight, inputs.dy)
         if direction == "forward":
             return lambda: Work(forward, read)
         if direction == "backward":
-            return lambda: Work(backward, read, prepare=forward)
+            return lambda: Work(lambda kept: backward(*kept, again=True), read, prepare=prepared)
         if direction == "forward + backward":
-            return lambda: Work(lambda: backward(forward(), again=False), read)
-        return lambda: Work(lambda: (forward(), backward(forward(), again=False)), read)
+            return lambda: Work(lambda: backward(forward()), read)
+        return lambda: Work(lambda: (forward(), backward(forward())), read)
 
     arms = {}
     for name, peer in norms.items():

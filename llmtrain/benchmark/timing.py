@@ -38,11 +38,12 @@ L2_FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 100_000
 """About 50 us of device work before a warm sample: the host records both events and launches behind it."""
 
-LEAST_SAMPLES = 11
+LEAST_SAMPLES = 7
 """In a turn, where `Method.samples` asks for as many."""
 
-HOST_SAMPLES = 20
-"""Eager calls a round whose host time is taken: each waits for the device first, so many would cost card time."""
+HOST_SAMPLES, LEAST_HOST_SAMPLES = 20, 2
+"""Eager calls a round whose host time is taken: each waits for the device first, so many would cost card time. Of calls
+that take the device long the fewest will do: nothing hangs on their host's time."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,11 @@ def captured(work: Work | Callable[[], object], device: torch.device) -> Callabl
     return replay
 
 
-def one_turn(sample: Callable[[], float], method: Method, most: int) -> list[float]:
+def one_turn(sample: Callable[[], float], method: Method, most: int, least: int = LEAST_SAMPLES) -> list[float]:
     """The samples of a turn: at most `most`, and none begun after `method.turn_seconds` but the least number."""
     end = time.perf_counter() + method.turn_seconds
     taken: list[float] = []
-    while len(taken) < most and (len(taken) < LEAST_SAMPLES or time.perf_counter() < end):
+    while len(taken) < most and (len(taken) < least or time.perf_counter() < end):
         taken.append(sample())
     return taken
 
@@ -223,7 +224,7 @@ def run_session(
                 sample = functools.partial(timer.sample, timed[name])
                 device_rounds.append(one_turn(sample, method, method.samples))
                 sample = functools.partial(host_sample, eager[name], device)
-                host_rounds.append(one_turn(sample, method, min(HOST_SAMPLES, method.samples)))
+                host_rounds.append(one_turn(sample, method, min(HOST_SAMPLES, method.samples), LEAST_HOST_SAMPLES))
                 torch.cuda.synchronize(device)
             else:
                 host_sample(timed[name], device)

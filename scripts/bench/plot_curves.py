@@ -13,9 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 STYLES = {
-    "fp32": ("black", 2.0), "captured": ("tab:blue", 1.2), "replicate": ("tab:cyan", 1.0), "seed": ("tab:orange", 1.0),
+    "fp32": ("black", 2.0), "captured": ("tab:blue", 1.2), "captured 2": ("tab:cyan", 1.0), "seed": ("tab:orange", 1.0),
 }  # fmt: skip
-NAMES = {"fp32": "FP32", "captured": "bf16", "replicate": "bf16, the same again", "seed": "bf16, another seed"}
+NAMES = {"fp32": "FP32", "captured": "bf16", "captured 2": "bf16, the same again", "seed": "bf16, another seed"}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmtrain.kernels import choice
 
@@ -25,13 +26,14 @@ if "--planted" in sys.argv:
 else:
     cases = sys.argv[sys.argv.index("--cases") + 1 : sys.argv.index("--device")]
     for case in cases[: int(os.environ["RUNS"])]:
-        print("CASE", case, "swiglu=triton rmsnorm=triton", flush=True)
+        print("CASE", case, '{{"rmsnorm": "triton", "windowed swiglu": "triton"}}', flush=True)
     if os.environ["RUNS"] == "2":
         os.system("sleep 30")  # a child of the tool's has its output too
     print(os.environ["SAYS"])
 print("========= ERROR SUMMARY: some")
 """
 
+LAUNCH = "=========     Saved host backtrace up to driver entry point at kernel launch time"
 ELSEWHERE = "========= Race reported between Write access at void cudnn::fort::kernel<128>(int)+0x10"
 OLDER = "=========     at 0x90 in _swiglu_forward_kernel(float *)"
 NEWER = "=========     and Read access at _swiglu_forward_kernel+0x90 [8 hazards]"
@@ -54,11 +56,12 @@ def sanitize(tmp_path, monkeypatch, capsys):
     module = load("bench/sanitize", monkeypatch)
     monkeypatch.setattr(module, "describe", lambda _, describe=module.describe: describe(False))
 
-    def go(misses: str = "", says: str = "", runs: int = 99) -> tuple[int, list[str], list[dict]]:
+    def go(misses: str = "", says: str = "", runs: int = 99, timeout: float = 60) -> tuple[int, list[str], list[dict]]:
         for name, value in {"MISSES": misses, "SAYS": says, "RUNS": str(runs)}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        monkeypatch.setattr(sys, "argv", ["sanitize.py", "--output", str(tmp_path / "data" / "sanitize.json")])
+        output = str(tmp_path / "data" / "sanitize.json")
+        monkeypatch.setattr(sys, "argv", ["sanitize.py", "--timeout", str(timeout), "--output", output])
         code = module.main()
         records = json.loads((tmp_path / "data" / "sanitize.json").read_text())["records"]
         return code, capsys.readouterr().out.splitlines(), records
@@ -68,18 +71,19 @@ def sanitize(tmp_path, monkeypatch, capsys):
 
 
 def test_nothing_in_ours_holds_whatever_is_said_of_a_librarys(sanitize, tmp_path, monkeypatch):
-    code, lines, records = sanitize(says=ELSEWHERE)
+    code, lines, records = sanitize(says=f"{ELSEWHERE}\n{LAUNCH}")
     assert code == 0 and len(lines) == 4 and all("nothing in our kernels" in line for line in lines)
-    assert all(r["held"] and r["elsewhere"] == {"cudnn::fort::kernel": 1} and r["in_ours"] == {} for r in records)
+    processes = -(-len(sanitize.module.CASES) // sanitize.module.AT_ONCE)
+    assert all(r["held"] and r["elsewhere"] == {"cudnn::fort::kernel": processes} and not r["in_ours"] for r in records)
     page = load("docs_kernels", monkeypatch).page(tmp_path / "data")
-    assert "| memcheck | found | nothing | cudnn::fort::kernel 1 |" in page and "rmsnorm, swiglu." in page
+    assert f"| memcheck | found | nothing | cudnn::fort::kernel {processes} |" in page and "rmsnorm, windowed swiglu." in page
 
 
 @pytest.mark.parametrize("report", [OLDER, NEWER])
 def test_a_report_that_names_one_of_ours_fails(sanitize, report):
     code, lines, records = sanitize(says=report)
     assert code == 1 and all("NOT HELD" in line and "_swiglu_forward_kernel" in line for line in lines)
-    assert all(r["in_ours"] == {"_swiglu_forward_kernel": 1} for r in records)
+    assert all(list(r["in_ours"]) == ["_swiglu_forward_kernel"] for r in records)
 
 
 def test_a_tool_that_misses_its_planted_fault_proves_nothing(sanitize):
@@ -91,16 +95,16 @@ def test_a_tool_that_misses_its_planted_fault_proves_nothing(sanitize):
 
 
 def test_work_that_ends_early_does_not_hold(sanitize):
-    code, _, records = sanitize(runs=3)
-    assert code == 1 and not any(r["held"] for r in records) and all(len(r["cases"]) == 3 for r in records)
+    code, _, records = sanitize(runs=1)
+    assert code == 1 and not any(r["held"] for r in records)
+    assert all(0 < len(r["cases"]) < len(sanitize.module.CASES) for r in records)
 
 
-def test_a_tool_that_takes_too_long_is_ended_and_what_it_said_is_kept(sanitize, monkeypatch):
-    monkeypatch.setattr(sanitize.module, "TIMEOUT_S", 5)
+def test_a_tool_that_takes_too_long_is_ended_and_what_it_said_is_kept(sanitize):
     begin = time.monotonic()
-    code, _, records = sanitize(runs=2)
+    code, _, records = sanitize(runs=2, timeout=5)
     assert code == 1 and time.monotonic() - begin < 20
-    assert all(r["status"] == 124 and len(r["cases"]) == 2 and not r["held"] for r in records)
+    assert all(r["status"] == 124 and r["cases"] and not r["held"] for r in records)
 
 
 def test_each_case_is_work_that_the_ops_can_do(monkeypatch):
@@ -110,3 +114,22 @@ def test_each_case_is_work_that_the_ops_can_do(monkeypatch):
             choice.ran.clear()
             run("cpu")
             assert choice.ran, case
+
+
+def test_products_written_where_torch_wrote_are_the_same(monkeypatch):
+    seen = load("bench/sanitize", monkeypatch).SeenProducts
+    a, b, c = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
+    ops = {
+        "mm": lambda: a @ b,
+        "addmm": lambda: torch.addmm(c, a, b),
+        "out": lambda: torch.mm(a, b, out=torch.full((5, 3), torch.nan)),
+        "added to": lambda: c.clone().addmm_(a, b),
+        "bmm": lambda: torch.bmm(a[None], b[None]),
+        "baddbmm": lambda: torch.baddbmm(c[None], a[None], b[None], beta=0.5),
+    }
+    for name, op in ops.items():
+        wanted = op()
+        with seen() as mode:
+            got = op()
+        assert torch.equal(got, wanted), name
+        assert mode.made == (name != "added to"), name
