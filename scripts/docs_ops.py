@@ -105,7 +105,10 @@ def routes_lines(folder: Path) -> list[str]:
                 window["any order"]["route"]["program"],
             ])  # fmt: skip
     header = ["H", "T", "program", "worst dw / tolerance", "FP32 eager's", "qualifies", "any order"]
-    inputs = f"{data['inputs']} inputs of each of three families{', every 64th T' if data['every_64th'] else ''}"
+    counts = [n for of_width in data["widths"] for window in of_width["windows"] for n in window["inputs"].values()]
+    some = f"{min(counts)} to {max(counts)}, the fewer the larger they are," if len(set(counts)) > 1 else str(counts[0])
+    inputs = f"{some} inputs of each of three families"
+    inputs += ", at every 64th T too" if data["every_64th"] else ""
     card = (data["machine"]["card"] or {}).get("name", "a CPU")
     return [f"From [data/{source.name}](data/{source.name}), {card}: {inputs}.", "", *table(header, cells, 3), ""]
 

@@ -4,7 +4,8 @@
     python scripts/bench/rmsnorm_routes.py --defaults     # the table that stands where nothing was measured
     python scripts/bench/rmsnorm_routes.py --cpu          # tiny, under the interpreter: does the script work
 
-Between two numbers of rows of the grid lies a window. In it a backward candidate qualifies where, at both of the
+Between two numbers of rows of the grid lies a window. First all candidates are compiled and judged, many at once, and then
+timed one by one. In a window a backward candidate qualifies where, at both of the
 window's ends (--long: and at every 64th number of rows within), its dw holds the budget and is no worse than FP32
 eager's on the same inputs of three families, by the worst element and by the median one; eager takes 1 / sqrt in both
 of its forms and the worse of them counts. (dw does not depend on the weight, so one dtype of it stands for both.) Of
@@ -55,6 +56,12 @@ PLAIN = (WIDTHS, (64, 256, COLUMNS_ROWS, 2048, 4096, 8192, 16384, 65536, 262144)
 ROUNDING = 2.0**-22 / 1e-4
 """Two units in FP32's last place, in tolerances: nothing is told apart below that, as of a single row."""
 METHOD = Method(sessions=2, rounds=2, samples=21, turn_seconds=0.004, warmup=2)
+INPUTS = 120
+"""Of each family, where they are small."""
+ELEMENTS = INPUTS << 22
+"""Of all inputs of a family together, at most: larger ones are fewer, but no fewer than is asked for."""
+SHARED = 1 << 27
+"""Elements of an input that are judged beside others; larger ones follow by themselves."""
 MOST_ELEMENTS = 1 << 30
 """Of one tensor: the last window is entered at its first number of rows and left at as many as this allows."""
 
@@ -179,12 +186,54 @@ def compile_all(width: int, grid: tuple[int, ...], part: int) -> None:
                     backward(route, given, rstd)
 
 
+def inputs_of(width: int, n_rows: int, least: int) -> int:
+    """How many inputs of each family a point is judged by."""
+    return max(least, min(INPUTS, ELEMENTS // (width * n_rows)))
+
+
+Point = tuple[int, int]
+"""(width, number of rows)."""
+
+
+def points_of(grid: tuple[int, ...], window: tuple[int, int | None], width: int, inside: int | None) -> list[int]:
+    """Numbers of rows that a window's candidates are judged at: both ends, and every `inside`-th between."""
+    first, last = window
+    end = last or last_rows(width, grid)
+    return [first, end] + (list(range(first // inside * inside + inside, end, inside)) if inside else [])
+
+
+def judge(width: int, n_rows: int, least: int, cpu: bool) -> dict[str, Any]:
+    """What all candidates that can run at a point were found to be, by their names, and eager's errors."""
+    routes = {r for r in every_backward(width) if fits(r, n_rows)}
+    inputs = least if cpu else inputs_of(width, n_rows, least)
+    accuracy = Accuracy(width, n_rows, routes, inputs, torch.device("cpu" if cpu else "cuda"))
+    found = {"inputs": inputs, "eager": accuracy.eager(), "routes": {str(r): accuracy.record(r) for r in routes}}
+    if not cpu:
+        torch.cuda.empty_cache()  # for the other processes
+    return found
+
+
+def judge_all(
+    widths: tuple[int, ...], grid: tuple[int, ...], inside: int | None, least: int, cpu: bool
+) -> dict[Point, dict[str, Any]]:
+    """All points of all windows; on a card by several processes, which compile the candidates first."""
+    points = {(w, n): None for w in widths for window in windows(grid) for n in points_of(grid, window, w, inside)}
+    shared = [point for point in points if point[0] * point[1] <= SHARED and not cpu]
+    judged = {}
+    if shared:
+        with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+            pool.starmap(compile_all, [(width, grid, part) for width in widths for part in (0, 1)], chunksize=1)
+            found = pool.starmap(judge, [(*point, least, cpu) for point in shared], chunksize=1)
+            judged = dict(zip(shared, found, strict=True))
+    return judged | {point: judge(*point, least, cpu) for point in points if point not in judged}
+
+
 def geometric(a: float, b: float) -> float:
     return math.sqrt(a * b)
 
 
 def choose(
-    width: int, grid: tuple[int, ...], inputs: int, inside: int | None, device: torch.device
+    width: int, grid: tuple[int, ...], judged: dict[Point, dict[str, Any]], inside: int | None, device: torch.device
 ) -> tuple[dict[str, Any], list[Any], dict[bool, list[Any]]]:
     """(what was measured, the forward's windows, the backward's of either mode)."""
     times = {n: times_at(width, n, device) for n in grid}
@@ -195,26 +244,21 @@ def choose(
         low, high = max((g for g in grid if g < first), default=grid[0]), last or grid[-1]
         tiles = {t: geometric(times[low][0][t], times[high][0][t]) for t in times[high][0]}
         forward.append((last, min(tiles, key=tiles.__getitem__)))
-        end = last or last_rows(width, grid)
-        points = [first, end] + (list(range(first // inside * inside + inside, end, inside)) if inside else [])
+        points = {n: judged[width, n] for n in points_of(grid, (first, last), width, inside)}
         able = {r for r in times[high][1] if fits(r, last) and r in times[low][1]}
-        found: dict[str, Any] = {"first": first, "last": last, "points": len(points), "routes": {}, "eager": {}}
-        found["forward_ms"] = {str(t): ms for t, ms in tiles.items()}
-        qualified = dict.fromkeys(able, True)
-        worst = dict.fromkeys(able, 0.0)
-        for n_rows in points:
-            accuracy = Accuracy(width, n_rows, able, inputs, device)
-            found["eager"][str(n_rows)] = accuracy.eager()
-            for route in able:
-                at = accuracy.record(route)
-                found["routes"].setdefault(str(route), {})[str(n_rows)] = at
-                qualified[route] &= at["qualifies"]
-                worst[route] = max(worst[route], at["worst"])
         mean = {r: geometric(times[low][1][r], times[high][1][r]) for r in able}
-        found["backward_ms"] = {str(r): ms for r, ms in mean.items()}
+        at = {r: {str(n): point["routes"][str(r)] for n, point in points.items()} for r in able}
+        worst = {r: max(one["worst"] for one in at[r].values()) for r in able}
+        found: dict[str, Any] = {
+            "first": first, "last": last, "points": len(points), "routes": {str(r): at[r] for r in able},
+            "inputs": {str(n): point["inputs"] for n, point in points.items()},
+            "eager": {str(n): point["eager"] for n, point in points.items()},
+            "forward_ms": {str(t): ms for t, ms in tiles.items()},
+            "backward_ms": {str(r): ms for r, ms in mean.items()},
+        }  # fmt: skip
         for deterministic in (True, False):
             offered = [r for r in backward_candidates(width, deterministic) if r in able]
-            good = [r for r in offered if qualified[r]]
+            good = [r for r in offered if all(one["qualifies"] for one in at[r].values())]
             best = min(good, key=mean.__getitem__) if good else min(offered, key=worst.__getitem__)
             backwards[deterministic].append((last, best))
             chosen = {"name": str(best), "route": asdict(best), "qualified": bool(good)}
@@ -226,12 +270,12 @@ def choose(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer widths and rows, 2 inputs a family")
+    size.add_argument("--quick", action="store_true", help="fewer widths and rows, at least 2 inputs a family")
     size.add_argument("--long", action="store_true", help="120 inputs a family, at every 64th number of rows too")
     size.add_argument("--cpu", action="store_true", help="tiny shapes under the interpreter")
     size.add_argument("--defaults", action="store_true", help="write the table that stands before anything is measured")
     parser.add_argument("--width", type=int, action="append", choices=WIDTHS, help="this width; may be repeated")
-    parser.add_argument("--inputs", type=int, help="inputs of each family")
+    parser.add_argument("--inputs", type=int, help="inputs of each family, at least")
     parser.add_argument("--data", type=Path, help="JSON; default: docs/data/rmsnorm-routes.json")
     parser.add_argument("--table", type=Path, help="default: llmtrain/kernels/rmsnorm_table.py")
     arguments = parser.parse_args()
@@ -248,16 +292,14 @@ def main() -> int:
     device = torch.device("cpu" if arguments.cpu else "cuda")
     widths, grid = ((64,), (8, 40)) if arguments.cpu else QUICK if arguments.quick else PLAIN
     widths = tuple(arguments.width or widths)
-    inputs = arguments.inputs or (120 if arguments.long else 2 if arguments.quick or arguments.cpu else 10)
+    inputs = arguments.inputs or (INPUTS if arguments.long else 2 if arguments.quick or arguments.cpu else 10)
     machine = describe(not arguments.cpu)
-    if not arguments.cpu:
-        with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-            jobs = [(width, grid, part) for width in widths for part in (0, 1)]
-            pool.starmap(compile_all, jobs, chunksize=1)
-        print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    inside = 64 if arguments.long else None
+    judged = judge_all(widths, grid, inside, inputs, arguments.cpu)
+    print(f"compiled and judged after {time.perf_counter() - begin:.0f} s", flush=True)
     records = []
     for width in widths:
-        record, tiles, of_mode = choose(width, grid, inputs, 64 if arguments.long else None, device)
+        record, tiles, of_mode = choose(width, grid, judged, inside, device)
         records.append(record)
         forward = tuple((w, tuple(tiles) if w == width else old) for w, old in forward)
         for mode, chosen in of_mode.items():

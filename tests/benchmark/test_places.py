@@ -58,7 +58,7 @@ DEMO = ("--config", str(ROOT / "configs/demo.toml"), "--batch-size", "1", "--seq
         ("newton_schulz", [*DEMO, "--vocab-size", "64", "--rounds", "1"], {}, ["docs/data/newton-schulz.json"]),
         ("check_kernels", ["--cpu", "--only", "embedding"], {}, ["docs/data/kernels.json"]),
         (
-            "rmsnorm_routes", ["--cpu"], {"choose": lambda *_: (ROUTE, (), {})},
+            "rmsnorm_routes", ["--cpu"], {"choose": lambda *_: (ROUTE, (), {}), "judge_all": lambda *_: {}},
             ["docs/data/rmsnorm-routes.json", "llmtrain/kernels/rmsnorm_table.py"],
         ),
     ],
