@@ -68,8 +68,8 @@ class Inputs:
         return [self.x, self.weight]
 
     def with_own_leaves(self) -> "Inputs":
-        """The same numbers. A leaf's place in a graph belongs to the stream that it was first used on, and lasts as long
-        as a graph that holds it: a forward that is kept for many backwards must not lend its own to one that is
+        """The same numbers. A leaf's place in a graph belongs to the stream that it was first used on, and lasts as
+        long as a graph that holds it: a forward that is kept for many backwards must not lend its own to one that is
         captured on another stream, which would be asked to wait for the first."""
         x, weight = (leaf.detach().requires_grad_() for leaf in self.leaves)
         return replace(self, x=x, weight=weight)
@@ -230,7 +230,7 @@ def timed(direction: str, shape: Shape, inputs: Inputs, norms: dict[str, Peer], 
         if direction == "forward":
             return lambda: Work(forward, read)
         if direction == "backward":
-            return lambda: Work(lambda kept: backward(*kept, again=True), read, prepare=prepared)
+            return lambda: Work(lambda kept: backward(kept[0], kept[1], again=True), read, prepare=prepared)
         if direction == "forward + backward":
             return lambda: Work(lambda: backward(forward()), read)
         return lambda: Work(lambda: (forward(), backward(forward())), read)

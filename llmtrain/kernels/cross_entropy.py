@@ -113,8 +113,8 @@ if triton is not None:
 
 def configuration(n_columns: int) -> tuple[int, int]:
     """(block, warps) for rows of `n_columns` logits."""
-    # Long rows take the large block, so that fewer are in work at a time and all of those stay in L2, but not where much
-    # of their last one would be empty. One H200, 16384 rows, ms with a block of 8192 and 8 warps, of 16384 and 16:
+    # Long rows take the large block, so that fewer are in work at a time and all of those stay in L2, but not where
+    # much of their last one would be empty. One H200, 16384 rows, ms with a block of 8192 and 8 warps, of 16384 and 16:
     # 32000 wide 0.516, 0.541; 49152 wide 0.943, 0.779; 50257 wide 1.015, 1.178.
     most = 8192
     if n_columns > 40960 and triton.cdiv(n_columns, 16384) * 16384 < 1.1 * triton.cdiv(n_columns, 8192) * 8192:

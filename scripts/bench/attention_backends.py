@@ -2,7 +2,7 @@
 
     python scripts/bench/attention_backends.py [--only GROUP ...] [--quick] [--no-compile] [--output docs/attention.md]
 
-Groups, with the time each should take on one H200: bars 80 s, kv 80 s, padding 40 s, windows 150 s. FlexAttention is in
+Groups, with the time each should take on one H200: bars 80 s, kv 80 s, padding 60 s, windows 200 s. FlexAttention is in
 kv and windows; its compilations are half of that, and --no-compile leaves them out. A group that is measured replaces
 what the JSON holds of it, so that the page can be made in several turns; --page makes it from the JSON alone. Exits 1
 where an arm of ours fails or is outside the error budget, or a bar is missed, of the groups that were measured.

@@ -152,7 +152,7 @@ PARTS = [
         "docs/data/activations.json",
     ),
     Part(
-        "step-checks", 240, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md",
+        "step-checks", 320, "scripts/bench/check_step.py --tokens TOKENS --output docs/step-checks.md",
         "docs/data/step-checks.json",
     ),
     Part(
@@ -185,7 +185,7 @@ PARTS = [
     Part("rmsnorm-routes", 75, "scripts/bench/rmsnorm_routes.py --quick", "docs/data/rmsnorm-routes.json", OPS),
     *(
         Part(f"ops-{part}", seconds, f"scripts/bench/ops.py --only {part}", f"docs/data/ops-{part}.json", OPS)
-        for part, seconds in (("rmsnorm", 80), ("crossover", 25), ("swiglu", 25), ("gemm", 15))
+        for part, seconds in (("rmsnorm", 120), ("crossover", 50), ("swiglu", 50), ("gemm", 20))
     ),
     Part(
         "attention-check", 40, "scripts/bench/check_attention.py", "docs/data/attention.json: results, times", KERNELS,
@@ -195,7 +195,7 @@ PARTS = [
             f"attention-{group}", seconds, f"scripts/bench/attention_backends.py --only {group}",
             f"docs/data/attention-backends.json: {group}",
         )
-        for group, seconds in (("bars", 80), ("kv", 80), ("padding", 40), ("windows", 150))
+        for group, seconds in (("bars", 80), ("kv", 80), ("padding", 60), ("windows", 200))
     ),
     Part(
         "attention-blocks", 130, "scripts/bench/attention_blocks.py",
@@ -208,7 +208,7 @@ PARTS = [
         "docs/data/kernels.json: swiglu, rotary, embedding", KERNELS,
     ),
     Part(
-        "sanitize", 200, "scripts/bench/sanitize.py --output docs/data/sanitize.json", "docs/data/sanitize.json",
+        "sanitize", 180, "scripts/bench/sanitize.py --output docs/data/sanitize.json", "docs/data/sanitize.json",
         KERNELS,
     ),
     # Eight bits and experts.

@@ -37,8 +37,9 @@ SMALL = ModelConfig(
     vocab_size=16384, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=704, max_seq_len=1024
 )
 ODD = ModelConfig(
-    vocab_size=501, d_model=112, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=32, d_ff=176, max_seq_len=1024, z_loss=1e-4
-)
+    vocab_size=501, d_model=112, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=32, d_ff=176, max_seq_len=1024,
+    z_loss=1e-4,
+)  # fmt: skip
 """Sizes that no kernel's blocks divide; ids are taken modulo its vocabulary."""
 OPTIMIZER = OptimizerConfig(learning_rate=4e-4, weight_decay=0.1)
 REPLICATES = 4
@@ -171,9 +172,9 @@ def markdown(result: dict, source: str) -> str:
     ends = ", ".join(f"{name} {tail(losses):.4f}" for name, losses in result["curves"].items())
     lines = [
         "# The training step, checked", "", f"Model: {result['model']}. {headline(result['machine'])}", "",
-        f"Scatter is what {REPLICATES} runs of the same settings range over (atomics add in another order), captured or "
-        "not, whichever is larger, by the mean loss of the last tenth of the steps; the means of either are compared. Against "
-        "FP32 it is what another seed is apart from them, if that is more.", "",
+        f"Scatter is what {REPLICATES} runs of the same settings range over (atomics add in another order), captured "
+        "or not, whichever is larger, by the mean loss of the last tenth of the steps; the means of either are "
+        "compared. Against FP32 it is what another seed is apart from them, if that is more.", "",
         *table(["check", "value", "at most", "holds"], rows), "",
         f"Mean losses of the last tenth: {ends}.", "", "![loss curves](bf16-against-fp32.png)", "",
         f"Made by `scripts/bench/check_step.py` from [{source}]({source}).", "",

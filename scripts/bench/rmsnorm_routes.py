@@ -4,14 +4,13 @@
     python scripts/bench/rmsnorm_routes.py --defaults     # the table that stands where nothing was measured
     python scripts/bench/rmsnorm_routes.py --cpu          # tiny, under the interpreter: does the script work
 
-Between two numbers of rows of the grid lies a window. First all candidates are compiled and judged, many at once, and then
-timed one by one. In a window a backward candidate qualifies where, at both of the
-window's ends (--long: and at every 64th number of rows within), its dw holds the budget and is no worse than FP32
-eager's on the same inputs of three families, by the worst element and by the median one; eager takes 1 / sqrt in both
-of its forms and the worse of them counts. (dw does not depend on the weight, so one dtype of it stands for both.) Of
-those that qualify the window gets the fastest, by the geometric mean of its times at both ends; where none does, the
-most accurate, and the JSON says so. Widths that are not measured keep their defaults. One H200: --quick about 75 s,
-plain 6 min, --long hours.
+Between two numbers of rows of the grid lies a window. First all candidates are compiled and judged, many at once, and
+then timed one by one. In a window a backward candidate qualifies where, at both of the window's ends (--long: and at
+every 64th number of rows within), its dw holds the budget and is no worse than FP32 eager's on the same inputs of
+three families, by the worst element and by the median one; eager takes 1 / sqrt in both of its forms and the worse of
+them counts. (dw does not depend on the weight, so one dtype of it stands for both.) Of those that qualify the window
+gets the fastest, by the geometric mean of its times at both ends; where none does, the most accurate, and the JSON
+says so. Widths that are not measured keep their defaults. One H200: --quick about 75 s, plain 6 min, --long hours.
 """
 
 import argparse

@@ -39,8 +39,8 @@ from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.step import TrainStep
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 380.0
-"""Of a tool in all, unless told otherwise; card.py ends the script at 400, and nothing would be written."""
+TIMEOUT_S = 340.0
+"""Of a tool in all, unless told otherwise; card.py ends the script at 360, and nothing would be written."""
 
 AT_ONCE = 3
 """Cases in one process; the processes run side by side."""
