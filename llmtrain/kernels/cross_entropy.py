@@ -70,6 +70,7 @@ if triton is not None:
         x_target = x_row + tl.where(counted, target, 0)
         # Read before the first store into this row: the reductions below are barriers in between.
         at_target = tl.load(x_target).to(tl.float32)
+        # Products with LOG2_E are not rounded before what is subtracted from them is: a logit beyond 1e4 would show it.
         # A maximum and a sum for every 8 columns of a block, which lie in one thread: no barrier before the end.
         tops = tl.full((BLOCK // 8,), -1e38, tl.float32)
         totals = tl.zeros((BLOCK // 8,), tl.float32)
@@ -143,7 +144,7 @@ def cross_entropy_triton(
     if padded > logits.stride(0) or logits.stride(0) % 16:
         padded = n_columns
     _cross_entropy_kernel[(n,)](
-        logits, targets, losses, zs, logits.stride(0), n_columns, padded, z_loss,
+        logits, targets.contiguous(), losses, zs, logits.stride(0), n_columns, padded, z_loss,
         WITH_GRADIENT=with_gradient, IGNORED=IGNORED, LOG2_E=LOG2_E, PADDED=padded != n_columns, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip

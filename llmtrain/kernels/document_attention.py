@@ -115,13 +115,15 @@ if triton is not None:
         H_KV: tl.constexpr = H // GROUP
         # The last rows see the most keys: they go first, so that the short ones fill the gaps.
         block = tl.num_programs(0) - 1 - tl.program_id(0)
-        row_of_batch = (tl.program_id(1) // H_KV).to(tl.int64)
-        kv_head = tl.program_id(1) % H_KV
+        row_of_batch = tl.program_id(2).to(tl.int64)
+        kv_head = tl.program_id(1).to(tl.int64)
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         n_rows = n * GROUP
         inside = rows < n_rows
         tokens = rows // GROUP
         members = rows % GROUP
+        if WIDE:
+            members = members.to(tl.int64)
         begins = tl.load(start + row_of_batch * n + tokens, inside, n)
         q_base = q + row_of_batch * q_b + kv_head * GROUP * q_h
         queries = _load(q_base, tokens, members * q_h, q_t, inside, D, WIDE, True)
@@ -182,13 +184,15 @@ if triton is not None:
     ):  # fmt: skip
         H_KV: tl.constexpr = H // GROUP
         block = tl.num_programs(0) - 1 - tl.program_id(0)
-        row_of_batch = (tl.program_id(1) // H_KV).to(tl.int64)
-        kv_head = tl.program_id(1) % H_KV
+        row_of_batch = tl.program_id(2).to(tl.int64)
+        kv_head = tl.program_id(1).to(tl.int64)
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         n_rows = n * GROUP
         inside = rows < n_rows
         tokens = rows // GROUP
         members = rows % GROUP
+        if WIDE:
+            members = members.to(tl.int64)
         begins = tl.load(start + row_of_batch * n + tokens, inside, n)
         q_base = q + row_of_batch * q_b + kv_head * GROUP * q_h
         queries = _load(q_base, tokens, members * q_h, q_t, inside, D, WIDE, True)
@@ -236,6 +240,8 @@ if triton is not None:
             inside = rows < n_rows
             tokens = rows // GROUP
             members = rows % GROUP
+            if WIDE:
+                members = members.to(tl.int64)
             q = _load(q_base, tokens, members * q_h, q_t, inside, D, WIDE, MASKED)
             lses = tl.load(lse + rows, inside, 0.0)
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lses[None, :])  # (N, M)
@@ -257,8 +263,8 @@ if triton is not None:
     ):  # fmt: skip
         H_KV: tl.constexpr = H // GROUP
         block = tl.program_id(0)
-        row_of_batch = (tl.program_id(1) // H_KV).to(tl.int64)
-        kv_head = tl.program_id(1) % H_KV
+        row_of_batch = tl.program_id(2).to(tl.int64)
+        kv_head = tl.program_id(1).to(tl.int64)
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < n
         keys = _load(k + row_of_batch * k_b + kv_head * k_h, columns, 0, k_t, inside, D, WIDE, True)
@@ -298,6 +304,13 @@ if triton is not None:
         tl.store(dv + at, dv_sum.to(dv.dtype.element_ty), inside[:, None])
 
 
+NARROW_REACH = 1 << 31
+"""Elements that offsets of 32 bits reach."""
+
+MOST_SEQUENCES = 65535
+"""Of a launch: its third dimension."""
+
+
 def _strides(*heads: Tensor) -> list[int]:
     for x in heads:
         assert x.stride(3) == 1, x.stride()
@@ -306,9 +319,12 @@ def _strides(*heads: Tensor) -> list[int]:
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """What all three kernels take: strides, length and scale; constants of the shapes."""
-    _, t, h, d = q.shape
+    b, t, h, d = q.shape
+    if b > MOST_SEQUENCES:
+        raise ValueError(f"q: {b} sequences, but attention within documents takes {MOST_SEQUENCES} at most")
     # Offsets within a sequence are 32 bits wide where that is enough.
-    wide = t * max(*(x.stride(1) for x in (q, k, v)), h * d) >= 1 << 31
+    reach = max(extent for x in (q, k, v) for extent in (t * x.stride(1), x.shape[2] * x.stride(2)))
+    wide = max(reach, t * h * d) >= NARROW_REACH
     constants = dict(H=h, GROUP=h // k.shape[2], D=d, WIDE=wide)
     return [*_strides(q, k, v), t, LOG2_E / d**0.5], constants
 
@@ -328,7 +344,7 @@ def forward_triton(q: Tensor, k: Tensor, v: Tensor, start: Tensor, keys_seen: in
     lse = torch.empty(b, h_kv, t * (h // h_kv), dtype=torch.float32, device=q.device)
     blocks = blocks_for(FORWARD, d, keys_seen, q.dtype == torch.float32)
     common, constants = _arguments(q, k, v)
-    _document_attention_forward_kernel[(triton.cdiv(lse.shape[2], blocks.rows), b * h_kv)](
+    _document_attention_forward_kernel[(triton.cdiv(lse.shape[2], blocks.rows), h_kv, b)](
         q, k, v, start, out, lse, *common, **constants, **_form(blocks, q.dtype)
     )
     return out, lse
@@ -342,7 +358,7 @@ def dq_triton(
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     blocks = blocks_for(DQ, d, keys_seen, q.dtype == torch.float32)
     common, constants = _arguments(q, k, v)
-    _document_attention_dq_kernel[(triton.cdiv(lse.shape[2], blocks.rows), b * k.shape[2])](
+    _document_attention_dq_kernel[(triton.cdiv(lse.shape[2], blocks.rows), k.shape[2], b)](
         q, k, v, start, out, lse, dy, delta, dq, *common, **constants, **_form(blocks, q.dtype)
     )
     return dq, delta
@@ -357,7 +373,7 @@ def dkv_triton(
     dv = torch.empty_like(dk)
     blocks = blocks_for(DKV, d, keys_seen, q.dtype == torch.float32)
     common, constants = _arguments(q, k, v)
-    _document_attention_dkv_kernel[(triton.cdiv(t, blocks.keys), b * h_kv)](
+    _document_attention_dkv_kernel[(triton.cdiv(t, blocks.keys), h_kv, b)](
         q, k, v, end, lse, dy, delta, dk, dv, *common, **constants, **_form(blocks, q.dtype)
     )
     return dk, dv

@@ -153,7 +153,7 @@ class _Embedding(torch.autograd.Function):
         ctx.weight = weight
         ctx.save_for_backward(ids)
         if ctx.chosen == TRITON:
-            return _lookup(ids.reshape(-1), narrow).view(*ids.shape, -1)
+            return _lookup(ids.reshape(-1).contiguous(), narrow).view(*ids.shape, -1)
         return narrow[ids]
 
     @staticmethod
@@ -168,7 +168,7 @@ class _Embedding(torch.autograd.Function):
         add = embedding_backward_reference
         if ctx.chosen == TRITON:
             add = _add_in_order if torch.are_deterministic_algorithms_enabled() else _add_atomically
-        add(dy.reshape(-1, dy.shape[-1]).contiguous(), ids.reshape(-1), target)
+        add(dy.reshape(-1, dy.shape[-1]).contiguous(), ids.reshape(-1).contiguous(), target)
         return None, (target if buffer is None else None), None
 
 

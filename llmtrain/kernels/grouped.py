@@ -73,12 +73,13 @@ if triton is not None:
         E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
         WIDE: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        expert, first, end = _of_tile(tl.program_id(1), ends, E, EXPERTS, ROWS)
+        blocks = tl.cdiv(n_out, COLS)
+        expert, first, end = _of_tile(tl.program_id(0) // blocks, ends, E, EXPERTS, ROWS)
         if expert < E:
             row = first + tl.arange(0, ROWS)
             inside = row < end
             row = row.to(tl.int64)[:, None]
-            col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+            col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
             total = tl.zeros((ROWS, COLS), tl.float32)
             matrix = w + expert.to(tl.int64) * w_expert + col * w_out
             for begin in range(0, depth, DEPTH):
@@ -146,7 +147,7 @@ def _grouped(x: Tensor, w: Tensor, ends: Tensor, out: Tensor) -> None:
     (m, depth), n_experts, n_out = x.shape, len(w), w.shape[2]
     rows, cols = _block(m, ROWS), _block(n_out, COLS)
     # Every expert may end in a block that is not full.
-    grid = (triton.cdiv(n_out, cols), triton.cdiv(m, rows) + n_experts)
+    grid = (triton.cdiv(n_out, cols) * (triton.cdiv(m, rows) + n_experts),)
     _grouped_kernel[grid](
         x, w, ends, out, n_out, depth, *w.stride(),
         n_experts, triton.next_power_of_2(n_experts), rows, cols, _block(depth, DEPTH), *_arithmetic(x),

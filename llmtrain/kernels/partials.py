@@ -43,7 +43,7 @@ if triton is not None:
         # FP64 costs nothing on so few numbers, and leaves the first stage's rounding as the only one.
         total = tl.zeros((ROWS, COLS), tl.float64)
         for first in range(0, n, ROWS):
-            rows = first + tl.arange(0, ROWS)
+            rows = (first + tl.arange(0, ROWS)).to(tl.int64)
             mask = (rows < n)[:, None] & inside[None, :]
             total += tl.load(mine + rows[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float64)
         result = tl.sum(total, 0) / SCALE

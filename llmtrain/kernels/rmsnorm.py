@@ -79,7 +79,7 @@ if triton is not None:
         cols = tl.arange(0, BLOCK)[None, :]
         mask = (rows < n_rows)[:, None] & (cols < H)
         group = (rows // GROUP).to(tl.int64)[:, None]
-        row = (rows % GROUP)[:, None]
+        row = (rows % GROUP).to(tl.int64)[:, None]
         flat = rows.to(tl.int64)[:, None] * H + cols
         narrow = tl.load(x + group * x_group + row * x_row + cols, mask=mask, other=0.0)
         if COPY:
@@ -106,7 +106,7 @@ if triton is not None:
     def _normed_gradient(dy, h, scale, rows, cols, mask, dy_group, dy_row, h_group, h_row, GROUP: tl.constexpr):
         """The gradient and the normed rows, FP32, at a tile of rows and columns."""
         group = (rows // GROUP).to(tl.int64)[:, None]
-        row = (rows % GROUP)[:, None]
+        row = (rows % GROUP).to(tl.int64)[:, None]
         x = tl.load(h + group * h_group + row * h_row + cols, mask=mask, other=0.0)
         g = tl.load(dy + group * dy_group + row * dy_row + cols, mask=mask, other=0.0).to(tl.float32)
         return g, x.to(tl.float32) * scale
@@ -122,7 +122,7 @@ if triton is not None:
         g, normed = _normed_gradient(dy, h, scale, rows, cols, mask, dy_group, dy_row, h_group, h_row, GROUP)
         if dh is not None:
             group = (rows // GROUP).to(tl.int64)[:, None]
-            row = (rows % GROUP)[:, None]
+            row = (rows % GROUP).to(tl.int64)[:, None]
             past = tl.load(dh + group * dh_group + row * dh_row + cols, mask=mask, other=0.0)
         product = g * normed
         dw += SHRINK * product  # here, where the product is at hand: later it would have been kept in registers

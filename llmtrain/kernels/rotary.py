@@ -26,6 +26,10 @@ PAIRS, NORMED_BACKWARD_PAIRS = 8, 4
 """Pairs of elements a lane rotates of one head: two loads of 16 bytes. The backward of the norms sums as well, and
 would have no registers left for the loads of four heads."""
 
+TINY = 2e-38
+"""The least epsilon: rows of zeros are normed too, where a tile is not full, and a card takes 1 / sqrt of what is no
+normal FP32 number for infinite."""
+
 FEW_TOKENS = 16384
 """Up to here a program is one warp instead of four, so that programs are many."""
 
@@ -220,6 +224,11 @@ def _steps(n_tokens: int, tokens: int) -> int:
     return max(1, min(64, triton.next_power_of_2(max(1, n_tokens // 1024))) // tokens)
 
 
+def _dense(*weights: Tensor | None) -> list[Tensor | None]:
+    """As a kernel reads them; gradients are delivered to the weights themselves."""
+    return [None if weight is None else weight.detach().contiguous() for weight in weights]
+
+
 def _table_strides(table: Tensor) -> tuple[int, int]:
     """Strides between batches and between tokens of a contiguous (T, D/2) or (B, T, D/2) table."""
     return (table.stride(0) if table.dim() == 3 else 0), table.stride(-2)
@@ -249,7 +258,7 @@ class _RotaryQKV(torch.autograd.Function):
         half, lanes, tokens, warps = _tile(b * t, head_dim, PAIRS)
         blocks = triton.cdiv(t, tokens)
         _rotary_forward_kernel[(b * blocks,)](
-            qkv, cos, sin, q_norm, k_norm, q, k, t, blocks, *_table_strides(cos), eps,
+            qkv, cos, sin, *_dense(q_norm, k_norm), q, k, t, blocks, *_table_strides(cos), max(eps, TINY),
             n_heads, n_kv_heads, half, lanes, tokens, _at_once(n_heads, HEADS), _at_once(n_kv_heads, HEADS),
             num_warps=warps,
         )  # fmt: skip
@@ -268,7 +277,9 @@ class _RotaryQKV(torch.autograd.Function):
         if [None if w is None else w._version for w in ctx.weights] != ctx.versions:
             raise RuntimeError("rotary_qkv: a norm's weight was modified in place between the forward and the backward")
         n_heads, n_kv_heads = ctx.heads
-        dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
+        # The kernel's offsets of heads are 32 bits wide.
+        near = [d.stride(-1) == 1 and d.shape[2] * d.stride(2) < 1 << 31 for d in (dq, dk, dv)]
+        dq, dk, dv = (d if fits else d.contiguous() for d, fits in zip((dq, dk, dv), near, strict=True))
         b, t, _, head_dim = dq.shape
         d_qkv = torch.empty((b, t, (n_heads + 2 * n_kv_heads) * head_dim), dtype=dq.dtype, device=dq.device)
         half, lanes, tokens, warps = _tile(b * t, head_dim, PAIRS if qkv is None else NORMED_BACKWARD_PAIRS)
@@ -280,8 +291,8 @@ class _RotaryQKV(torch.autograd.Function):
             k_partials = torch.empty_like(q_partials)
         strides = [d.stride(i) for d in (dq, dk, dv) for i in range(3)]
         _rotary_backward_kernel[(b * blocks,)](
-            dq, dk, dv, d_qkv, qkv, cos, sin, q_norm, k_norm, q_partials, k_partials,
-            t, blocks, *_table_strides(cos), ctx.eps, *strides,
+            dq, dk, dv, d_qkv, qkv, cos, sin, *_dense(q_norm, k_norm), q_partials, k_partials,
+            t, blocks, *_table_strides(cos), max(ctx.eps, TINY), *strides,
             n_heads, n_kv_heads, half, lanes, tokens, _at_once(n_heads, HEADS), _at_once(n_kv_heads, HEADS), steps,
             num_warps=warps,
         )  # fmt: skip
@@ -315,6 +326,8 @@ def require_qkv(
     for name, table in (("cos", cos), ("sin", sin)):
         if tuple(table.shape) not in tables:
             raise ValueError(f"{name}: {tables[0]} or {tables[1]} wanted, not {tuple(table.shape)}")
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin: {tuple(cos.shape)} wanted, as cos is, not {tuple(sin.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{'q_norm' if q_norm is None else 'k_norm'}: given for one of q and k, it is wanted for both")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):

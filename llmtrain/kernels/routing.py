@@ -101,8 +101,8 @@ if triton is not None:
         CHOICES: tl.constexpr,
     ):  # fmt: skip
         # Tiles of rows never cross a sequence, whose statistics are sums over its tiles.
-        sequence = tl.program_id(0).to(tl.int64)
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        sequence = (tl.program_id(0) // tiles).to(tl.int64)
+        row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
         inside = row < n_rows
         col = tl.arange(0, BLOCK)[None, :]
         mask = inside[:, None] & (col < E)
@@ -134,7 +134,7 @@ if triton is not None:
             total = tl.sum(p, 1)
             lse = top + tl.log(total)
             p = tl.where(mask, p / total[:, None], 0.0)
-            tile = sequence * tiles + tl.program_id(1)
+            tile = tl.program_id(0).to(tl.int64)
             cols = tl.arange(0, BLOCK)
             chosen = tl.where(mask & (free == 0), 1.0, 0.0)
             tl.store(sums + tile * 2 * E + cols, tl.sum(p, 0), mask=cols < E)
@@ -143,11 +143,11 @@ if triton is not None:
 
     @triton.jit
     def _route_backward_kernel(
-        d_weights, logits, experts, weights, shares, pulls, d_logits, n_rows,
+        d_weights, logits, experts, weights, shares, pulls, d_logits, n_rows, tiles,
         E: tl.constexpr, K: tl.constexpr, LOSSES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        sequence = tl.program_id(0).to(tl.int64)
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        sequence = (tl.program_id(0) // tiles).to(tl.int64)
+        row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
         inside = row < n_rows
         col = tl.arange(0, BLOCK)[None, :]
         mask = inside[:, None] & (col < E)
@@ -206,7 +206,7 @@ def choose_experts(
     weights = torch.empty((n, k), dtype=logits.dtype, device=logits.device)
     sums = torch.empty((kept, tiles, 2, n_experts), dtype=logits.dtype, device=logits.device)
     squares = torch.empty((kept, tiles), dtype=logits.dtype, device=logits.device)
-    _route_kernel[(sequences, tiles)](
+    _route_kernel[(sequences * tiles,)](
         logits, experts, weights, sums, squares, length, tiles,
         n_experts, k, statistics, rows, block, triton.next_power_of_2(k),
     )  # fmt: skip
@@ -267,9 +267,9 @@ def route_backward(
     sequences = 1 if pulls is None else len(pulls)
     rows, block, tiles = _tiles(n // sequences, n_experts)
     d_logits = torch.empty((n, n_experts), dtype=dtype, device=logits.device)
-    _route_backward_kernel[(sequences, tiles)](
+    _route_backward_kernel[(sequences * tiles,)](
         d_weights, logits, routing.experts, routing.weights,
-        logits if shares is None else shares, logits if pulls is None else pulls, d_logits, n // sequences,
+        logits if shares is None else shares, logits if pulls is None else pulls, d_logits, n // sequences, tiles,
         n_experts, routing.experts.shape[1], pulls is not None, rows, block,
     )  # fmt: skip
     return d_logits

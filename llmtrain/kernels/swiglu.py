@@ -14,6 +14,9 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
+NARROW_REACH = 1 << 31
+"""Runs that 32 bits count."""
+
 BLOCK, LONGEST_RUN, WARPS = 2048, 128, 8
 
 
@@ -41,8 +44,11 @@ if triton is not None:
     # stay wide, index arithmetic is done once a run, and no lane idles at a d_ff that is no power of two.
 
     @triton.jit
-    def _swiglu_forward_kernel(gate_up, y, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr):
-        unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
+    def _swiglu_forward_kernel(
+        gate_up, y, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr, WIDE: tl.constexpr
+    ):  # fmt: skip
+        program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+        unit = program * UNITS + tl.arange(0, UNITS)[:, None]
         lane = tl.arange(0, RUN)[None, :]
         mask = unit < n_units
         row = (unit // (F // RUN)).to(tl.int64)
@@ -54,9 +60,11 @@ if triton is not None:
 
     @triton.jit
     def _swiglu_backward_kernel(
-        dy, gate_up, d_gate_up, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr
+        dy, gate_up, d_gate_up, n_units, F: tl.constexpr, RUN: tl.constexpr, UNITS: tl.constexpr,
+        WIDE: tl.constexpr,
     ):  # fmt: skip
-        unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
+        program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+        unit = program * UNITS + tl.arange(0, UNITS)[:, None]
         lane = tl.arange(0, RUN)[None, :]
         mask = unit < n_units
         row = (unit // (F // RUN)).to(tl.int64)
@@ -74,7 +82,8 @@ if triton is not None:
 def _launch(kernel: Any, n: int, width: int, *tensors: Tensor) -> None:
     run = min(LONGEST_RUN, width & -width)  # the largest power of two in d_ff
     units = BLOCK // run
-    kernel[(triton.cdiv(n, BLOCK),)](*tensors, n // run, width, run, units, num_warps=WARPS)
+    wide = n // run + units >= NARROW_REACH
+    kernel[(triton.cdiv(n, BLOCK),)](*tensors, n // run, width, run, units, wide, num_warps=WARPS)
 
 
 def _forward(gate_up: Tensor) -> Tensor:

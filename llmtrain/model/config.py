@@ -104,6 +104,8 @@ class ModelConfig:
         for name in ("rope_theta", "norm_eps", "init_std"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+        if self.norm_eps < 1e-30:
+            raise ValueError(f"norm_eps must be 1e-30 or more, or a card takes it for 0, not {self.norm_eps}")
 
     def _check_experts(self) -> None:
         if not self.moe:

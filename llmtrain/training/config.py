@@ -123,7 +123,9 @@ class OptimizerConfig:
     were applied; 6 is a usual choice, 0: skip none. A run that is resumed may be given it."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "learning_rate", "muon_lr", "weight_decay", "adam_eps", "grad_clip")
+        _at_least(self, 0, "learning_rate", "muon_lr", "weight_decay", "grad_clip")
+        # Less is nothing beside the least number that a card takes the root of, and 0 / 0 where a gradient is always 0.
+        _at_least(self, 1e-15, "adam_eps")
         _at_least(self, 0, "max_bad_steps", "skip_spikes")
         if self.optimizer == "muon" and not self.learning_rate:
             raise ValueError("learning_rate must be above 0 with muon, whose own rate follows it through the schedule")

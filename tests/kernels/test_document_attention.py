@@ -84,3 +84,24 @@ def test_ranges_of_queries_and_keys_mirror_each_other():
         seen = (column <= column[:, None]) & (column >= start[:, :, None])  # (B, query, key)
         by_key = (column[:, None] >= column) & (column[:, None] < end[:, None, :])
         assert torch.equal(seen, by_key)
+
+
+def test_offsets_of_64_bits_say_the_same(monkeypatch):
+    q, k, v, dy = heads(2, 70, 4, 2, 16, torch.float32)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # head by head: a head's stride reaches further than a token's
+    start = documents(70, 3, 40)
+    outs = []
+    for reach in (1 << 31, 1):
+        monkeypatch.setattr("llmtrain.kernels.document_attention.NARROW_REACH", reach)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with choice.forced("triton"):
+            out = document_attention(*leaves, start)
+        outs.append([out.detach(), *torch.autograd.grad(out, leaves, dy)])
+    for narrow, wide in zip(*outs, strict=True):
+        assert torch.equal(narrow, wide)
+
+
+def test_more_sequences_than_a_launch_takes_are_refused():
+    q = torch.zeros(65536, 1, 1, 16)
+    with choice.forced("triton"), pytest.raises(ValueError, match="q: 65536 sequences, .* 65535 at most"):
+        document_attention(q, q, q, torch.zeros(65536, 1, dtype=torch.int32))

@@ -96,3 +96,13 @@ def test_the_ordered_sum_does_not_use_atomics(way, monkeypatch):
     monkeypatch.setattr(module, "_add_atomically", None)
     weight = torch.nn.Parameter(torch.randn(V, 12))
     run(way, torch.randint(0, V, (1, 20)), weight, torch.randn(1, 20, 12))
+
+
+@WAYS
+def test_ids_of_any_stride_are_looked_up(way):
+    tokens = torch.arange(12).view(4, 3) % V
+    ids = tokens[:, 1:2]  # (4, 1), whose view as one row still has a stride
+    weight = torch.randn(V, 8, requires_grad=True)
+    dy = torch.randn(4, 1, 8)
+    assert torch.equal(run(way, ids, weight, dy), weight.detach()[ids])
+    assert_summed(weight.grad, exact(ids, dy))

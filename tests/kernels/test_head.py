@@ -136,3 +136,12 @@ X, W, T = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, -100, 3, 3, 
 def test_what_is_wrong_is_named(name, changed):
     with pytest.raises(ValueError, match=f"^{name}: "):
         linear_cross_entropy(**({"x": X, "weight": W, "targets": T} | changed))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_targets_of_any_stride_will_do(implementation):
+    x, weight, targets = inputs(9, 8, 21)
+    pairs = torch.stack([targets, torch.full_like(targets, 20)], 1)
+    with choice.forced(implementation):
+        losses = [linear_cross_entropy(x, weight, t) for t in (targets, pairs[:, 0])]
+    assert losses[0].item() == losses[1].item()

@@ -144,3 +144,29 @@ def test_v_is_not_copied():
     with choice.forced("triton"):
         v = rotary_qkv(qkv, cos[:9], sin[:9], 4, 2)[2]
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+
+
+@BOTH
+def test_norm_weights_of_any_stride_will_do(implementation):
+    qkv, gradients, norms, cos, sin = random(2, 5, 2, 1, 16, torch.float32)
+    spaced = [torch.stack([w.detach(), torch.full_like(w, 9.0)], 1)[:, 0].requires_grad_() for w in norms]
+    assert all(w.stride() == (2,) for w in spaced)
+    wanted = run("reference", qkv, cos[:5], sin[:5], (2, 1), norms, gradients)
+    got = run(implementation, qkv, cos[:5], sin[:5], (2, 1), spaced, gradients)
+    for ours, theirs in zip((*got[0], got[1], *(w.grad for w in spaced)), (*wanted[0], wanted[1],
+                            *(w.grad for w in norms)), strict=True):  # fmt: skip
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_fill_up_a_tile_are_in_no_gradient_without_an_epsilon():
+    qkv, gradients, norms, cos, sin = random(1, 5, 2, 1, 16, torch.float32)
+    qkv.requires_grad_()
+    with choice.forced("triton"):
+        torch.autograd.backward(rotary_qkv(qkv, cos[:5], sin[:5], 2, 1, *norms, 0.0), gradients)
+    assert all(torch.isfinite(x.grad).all() for x in (qkv, *norms))
+
+
+def test_tables_of_two_shapes_are_refused():
+    qkv, _, _, cos, sin = random(2, 5, 2, 1, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"sin: \(5, 8\) wanted, as cos is, not \(2, 5, 8\)"):
+        rotary_qkv(qkv, cos[:5], sin[:5].expand(2, 5, 8), 2, 1)

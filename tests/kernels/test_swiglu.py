@@ -1,6 +1,7 @@
 """SwiGLU's product, forward and backward, against FP64."""
 
 import os
+import sys
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
@@ -60,3 +61,16 @@ def test_a_saturated_gate_neither_overflows_nor_turns_to_nan(implementation):
     assert torch.allclose(y, torch.tensor([[0.0, 0.0, 90.0, 200.0]]))
     assert torch.isfinite(gradient).all()
     assert torch.allclose(gradient[0, :4], torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+
+def test_runs_counted_in_64_bits_give_the_same(monkeypatch):
+    gate_up, dy = torch.randn(5, 2 * 24), torch.randn(5, 24)
+    found = []
+    for reach in (1 << 31, 1):
+        monkeypatch.setattr(sys.modules["llmtrain.kernels.swiglu"], "NARROW_REACH", reach)
+        x = gate_up.clone().requires_grad_()
+        with choice.forced("triton"):
+            y = swiglu(x)
+            y.backward(dy)
+        found.append((y.detach(), x.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])

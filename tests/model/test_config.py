@@ -21,6 +21,7 @@ from llmtrain.model.config import ModelConfig
         ({"z_loss": -1e-4}, ["z_loss", "-0.0001"]),
         ({"rope_theta": 0.0}, ["rope_theta", "0.0"]),
         ({"norm_eps": 0.0}, ["norm_eps", "0.0"]),
+        ({"norm_eps": 1e-38}, ["norm_eps", "1e-38"]),
         ({"init_std": float("nan")}, ["init_std", "nan"]),
         ({"init_std": float("inf")}, ["init_std", "inf"]),
         ({"z_loss": float("nan")}, ["z_loss", "nan"]),

@@ -80,6 +80,7 @@ def test_a_model_file_that_leaves_the_vocabulary_open_fits_any():
         (lambda: ScheduleConfig(min_lr_ratio=2), "min_lr_ratio .*2"),
         (lambda: ScheduleConfig(epochs=0), "epochs .*0"),
         (lambda: OptimizerConfig(beta2=1.0), "beta2 .*1.0"),
+        (lambda: OptimizerConfig(adam_eps=0), "adam_eps must be 1e-15 or more, not 0"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate .*nan"),
     ],
 )
