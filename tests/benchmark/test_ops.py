@@ -16,7 +16,7 @@ from llmtrain.benchmark.config import (
     OpTimingConfig,
     SwiGLUShapesConfig,
 )
-from llmtrain.benchmark.op import judge, ulp_error
+from llmtrain.benchmark.op import Case, judge, ulp_error
 from llmtrain.cli.bench_ops import COMMANDS
 from llmtrain.cli.main import run
 from llmtrain.storage.errors import UsageError
@@ -172,3 +172,15 @@ def test_the_script_times_every_part(monkeypatch, tmp_path):
     cases = {part: make(torch.device("cpu"), False) for part, make in script["PARTS"].items()}
     assert {part: len(made) for part, made in cases.items()} == {"rmsnorm": 19, "crossover": 13, "swiglu": 6, "gemm": 8}
     assert all(case.small == (case.shape["T"] < 1024) for case in cases["rmsnorm"])
+
+
+def test_a_case_that_cannot_be_compiled_ahead_is_left_to_the_process_that_measures(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    script = runpy.run_path(str(ROOT / "scripts" / "bench" / "ops.py"))
+
+    def rows(compiled: bool):
+        raise MemoryError("no room")
+
+    script["PARTS"]["one"] = lambda device, quick: [Case("one", {}, rows)]
+    script["compile_case"]("one", 0, True, "cpu")
+    assert "one, case 0: not compiled ahead, MemoryError: no room" in capsys.readouterr().out
