@@ -2,12 +2,16 @@
 busy cores: 14 s against 250 s for the model's tests). Set before anything imports torch; subprocesses inherit it."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton looks at it when a kernel is defined, so before any test imports one.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What is ignored here, as under nohup, the processes that tests start would ignore too, and rightly.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
