@@ -10,8 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton looks at it when a kernel is defined, so before any test imports one.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What is ignored here, as under nohup, the processes that tests start would ignore too, and rightly.
+# What is ignored here, as HUP is under nohup and INT behind a shell's &, the processes that tests start would ignore
+# too, and rightly.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
