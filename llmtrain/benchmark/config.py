@@ -73,7 +73,7 @@ class OpTimingConfig:
     samples: int = 67
     """Samples in a turn, at most."""
     turn_seconds: float = 0.05
-    """Seconds after which a turn ends, once it has 7 samples."""
+    """Seconds after which a turn ends, once it has 11 samples."""
     compile: bool = True
     """Have torch.compile among the peers: seconds a shape, and minutes for products of matrices."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -38,7 +38,7 @@ L2_FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 100_000
 """About 50 us of device work before a warm sample: the host records both events and launches behind it."""
 
-LEAST_SAMPLES = 7
+LEAST_SAMPLES = 11
 """In a turn, where `Method.samples` asks for as many."""
 
 HOST_SAMPLES, LEAST_HOST_SAMPLES = 20, 2

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from places import place
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
 
 from llmtrain.benchmark import gemm, rmsnorm, swiglu
@@ -94,13 +95,13 @@ PARTS: Parts = {"rmsnorm": norm_cases, "crossover": crossover_cases, "swiglu": s
 
 PROCESSES = 12
 """That compile ahead: the largest cases take 30 GB of a card while they are judged, the others little."""
-THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def compile_case(part: str, i: int, quick: bool, device: str) -> None:
     """Makes one case's arms, which runs each once."""
     try:
-        PARTS[part](torch.device(device), quick)[i].rows(True)
+        with inductor_config.patch(compile_threads=1):
+            PARTS[part](torch.device(device), quick)[i].rows(True)
     except Exception as error:  # the process that measures meets it again, and says it in its place
         print(f"{part}, case {i}: not compiled ahead, {reason(error)}", flush=True)
 
@@ -108,13 +109,8 @@ def compile_case(part: str, i: int, quick: bool, device: str) -> None:
 def compile_ahead(parts: Sequence[str], quick: bool, device: str, cache: Path) -> None:
     jobs = [(part, i, quick, device) for part in parts for i in range(len(PARTS[part](torch.device(device), quick)))]
     workers = min(PROCESSES, len(jobs), os.cpu_count() or 1)
-    before = os.environ.get(THREADS)
-    os.environ[THREADS] = "1"  # of each process here
-    try:
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            pool.starmap(compile_case, jobs, chunksize=1)
-    finally:
-        os.environ.pop(THREADS) if before is None else os.environ.update({THREADS: before})
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.starmap(compile_case, jobs, chunksize=1)
     for choice in cache.rglob("*.best_config"):
         choice.unlink()
 

@@ -151,7 +151,7 @@ def test_long_calls_have_fewer_samples_but_never_few(monkeypatch):
         case = Case("nap", {"ms": ms}, lambda _, ms=ms: [Timed("forward", {"ours": nap(ms)}, 1)])
         (row,) = measure_cases([case], device=CPU, method=method)
         taken[ms] = row["arms"][0]["samples"]
-    assert taken == {0.1: 2 * 60, 0.5: 2 * 40, 4: 2 * 7}
+    assert taken == {0.1: 2 * 60, 0.5: 2 * 40, 4: 2 * 11}
     with pytest.raises(ValueError, match="turn_seconds"):
         Method(turn_seconds=0)
 
