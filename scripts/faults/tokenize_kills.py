@@ -25,6 +25,7 @@ from typing import Any
 
 import llmtrain
 from llmtrain.corpus.tokenizer import train
+from llmtrain.storage.errors import InputMissing
 from llmtrain.storage.journal import JsonLines
 
 # Forks a process for each line that says options and standard input: the modules are loaded once. Small blocks and a
@@ -190,8 +191,11 @@ def position(journal: Path) -> tuple[float, ...]:
     """How far its last whole line says that the command has come: (input, document); nothing without a journal, beyond
     all inputs where it is being published."""
     found: tuple[float, ...] = ()
-    for line in JsonLines.read(journal) if journal.exists() else ():
-        found = tuple(line["at"]) if "at" in line else (math.inf,) if "publish" in line else found
+    try:
+        for line in JsonLines.read(journal):
+            found = tuple(line["at"]) if "at" in line else (math.inf,) if "publish" in line else found
+    except InputMissing:  # not begun, or published while we look
+        return ()
     return found
 
 
