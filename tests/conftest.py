@@ -13,6 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # What is ignored here, as HUP is under nohup and INT behind a shell's &, the processes that tests start would ignore
 # too, and rightly.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402

@@ -116,7 +116,9 @@ def test_a_run_whose_folder_is_removed_ends_at_its_next_checkpoint(here: Path):
 def test_a_signal_before_the_first_step_is_75_too(here: Path):
     process = start(here, "early")
     caught = 0
+    end = time.monotonic() + 60
     while not caught >> (signal.SIGTERM - 1) & 1:  # the interpreter itself has to start
+        assert process.poll() is None and time.monotonic() < end
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     process.send_signal(signal.SIGTERM)

@@ -1,5 +1,7 @@
 """Real processes to kill, and small disks to fill."""
 
+import faulthandler
+import gc
 import os
 import random
 import signal
@@ -16,14 +18,22 @@ import llmtrain.storage
 
 STORAGE = os.path.dirname(os.path.abspath(llmtrain.storage.__file__))
 ROOT = Path(STORAGE).parent.parent
+HANGS = 300
+"""Seconds after which a forked process tells its stack and ends."""
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Runs `work` in a forked process and gives its exit status: 0, 1 after an exception, -9 when killed."""
+    """Runs `work` in a forked process and gives its exit status: 0, 1 after an exception, -9 when killed, -14 after
+    a hang."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            # Not dump_traceback_later: pytest's own is armed, and its thread, which that waits for, was not forked.
+            faulthandler.register(signal.SIGALRM, file=2, chain=True)
+            signal.alarm(HANGS)
+            # What earlier tests left is not taken down here: a destructor may wait for a thread that was not forked.
+            gc.freeze()
             work()
             status = 0
         finally:
