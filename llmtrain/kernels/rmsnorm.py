@@ -35,6 +35,10 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
+MOST_IN_FLIGHT = 96 << 10
+"""Bytes of the rows that a program of the backward has on their way: GeForce cards have 99 KB of shared memory for one,
+which rows of FP32 beyond 4096 pass in three stages."""
+
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -276,10 +280,12 @@ def _backward(
     if atomic and not add:
         dw.zero_()
     sums = dw if atomic else torch.empty((programs, width), dtype=torch.float32, device=h.device)
+    row_bytes = block * sum(x.element_size() for x in (dy, dh, h) if x is not None)
+    stages = min(route.stages, 1 + MOST_IN_FLIGHT // (route.rows * row_bytes))
     limit = {} if route.registers is None else {"maxnreg": route.registers}
     _rmsnorm_backward_kernel[(programs,)](
         *given, sums, n_rows, *strides,
-        width, group, route.rows, block, route.stages, route.fold(n_rows), SHRINK, atomic,
+        width, group, route.rows, block, stages, route.fold(n_rows), SHRINK, atomic,
         num_warps=route.warps, **limit,
     )  # fmt: skip
     if not atomic:

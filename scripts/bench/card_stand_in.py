@@ -1,4 +1,4 @@
-"""An H200's stand-in on a machine without a card: Triton compiles what is launched, by its own ptxas, and runs nothing.
+"""A card's stand-in on a machine without one: Triton compiles what is launched, by its own ptxas, and runs nothing.
 
 Tensors are on the meta device, which holds shapes, strides and dtypes but no numbers, and say that they are on a card.
 So the product's own code chooses tiles, options and signatures as it does there.
@@ -21,9 +21,25 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 META = torch.device("meta")
-CAPABILITY = (9, 0)
-MOST_SHARED = 232448
-"""Bytes of shared memory that a program may have on compute capability 9.0."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a kind of card has for one program."""
+
+    capability: tuple[int, int]
+    most_shared: int
+    """Bytes of shared memory, of the CUDA programming guide's table by compute capability."""
+
+
+KINDS = {
+    "a100": Limits((8, 0), 163 << 10),
+    "rtx3090": Limits((8, 6), 99 << 10),
+    "rtx4090": Limits((8, 9), 99 << 10),
+    "h200": Limits((9, 0), 227 << 10),
+    "b200": Limits((10, 0), 227 << 10),
+    "rtx5090": Limits((12, 0), 99 << 10),
+}
 MOST_THREADS = 1024
 REGISTERS = 65536
 """Of a processor, handed out to a warp in pieces of 256."""
@@ -72,6 +88,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 class Card:
     """What was compiled while it stood in, in order; the same code for other shapes is one entry."""
 
+    capability: tuple[int, int]
     compiled: list[Compiled] = field(default_factory=list)
     where: str = ""
     """Said of what is launched from here on."""
@@ -89,12 +106,13 @@ class Card:
 class _Driver:
     """What Triton asks of its driver for a launch."""
 
-    def __init__(self, card: Card) -> None:
-        self.card, self.utils = card, self
+    def __init__(self, card: Card, limits: Limits) -> None:
+        self.card, self.limits, self.utils = card, limits, self
         self.latest: Compiled | None = None
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+        major, minor = self.limits.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -103,7 +121,7 @@ class _Driver:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": MOST_SHARED}
+        return {"max_shared_mem": self.limits.most_shared}
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """Made once for each code, before its memory is looked at."""
@@ -156,11 +174,12 @@ def _products() -> list[Any]:
 
 
 @contextmanager
-def card_stands_in() -> Iterator[Card]:
+def card_stands_in(kind: str = "h200") -> Iterator[Card]:
     """Inside, kernels that are launched on tensors of the meta device are compiled; those that cannot be, or that
-    need more than the card has, are recorded, and the code that launched them goes on."""
-    card = Card()
-    stand_in = _Driver(card)
+    need more than the card has, are recorded, and the code that launched them goes on. kind: of KINDS."""
+    limits = KINDS[kind]
+    card = Card(limits.capability)
+    stand_in = _Driver(card, limits)
     launch = jit.JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -187,7 +206,8 @@ def card_stands_in() -> Iterator[Card]:
         stack.enter_context(
             mock.patch.object(Tensor, "data_ptr", lambda self: self.storage_offset() * self.itemsize, create=True)
         )
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY))
+        of_card = mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: limits.capability)
+        stack.enter_context(of_card)
         for patch in _products():
             stack.enter_context(patch)
         yield card

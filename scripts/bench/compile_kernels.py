@@ -1,6 +1,6 @@
-"""Whether every Triton kernel compiles for an H200, at the shapes it is launched with, on a machine without a card.
+"""Whether every Triton kernel compiles for a card, at the shapes it is launched with, on a machine without one.
 
-    python scripts/bench/compile_kernels.py [--only PART ...] [--quick]
+    python scripts/bench/compile_kernels.py [--card h200] [--only PART ...] [--quick]
 
 Prints each code once: shared memory a program, registers and spilled bytes a thread. Exits 1 where one does not
 compile or needs more than the card has; nothing runs, so it says nothing of results. MXFP8 and Newton-Schulz have no
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import triton  # noqa: E402
 from attention_blocks import CANDIDATES, HEADS, LENGTH, chosen  # noqa: E402
-from card_stand_in import META, Card, Compiled, card_stands_in  # noqa: E402
+from card_stand_in import KINDS, META, Card, Compiled, card_stands_in  # noqa: E402
 from check_fp8 import SCALINGS, weight_of  # noqa: E402
 from check_fp8 import SHAPES as EIGHT_BIT_SHAPES  # noqa: E402
 from half_accumulate import DEPTH, SIDE, by_triton  # noqa: E402
@@ -47,6 +47,7 @@ from llmtrain.kernels import (  # noqa: E402
 )
 from llmtrain.kernels.document_ranges import clear_behind  # noqa: E402
 from llmtrain.kernels.fp8 import Scaling  # noqa: E402
+from llmtrain.kernels.fp8_fine import BLOCK  # noqa: E402
 from llmtrain.kernels.head import linear_cross_entropy  # noqa: E402
 from llmtrain.kernels.rmsnorm_routes import COLUMNS, COLUMNS_ROWS  # noqa: E402
 from llmtrain.training.config import OptimizerConfig  # noqa: E402
@@ -99,6 +100,13 @@ def steps(
         step._update()
 
 
+def scalings(card: Card) -> tuple[str, ...]:
+    """Those of --precision fp8 that the card is not refused."""
+    if card.capability < (8, 9):
+        return ()
+    return tuple(scaling for scaling in SCALINGS if scaling != BLOCK or card.capability[0] == 9)
+
+
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
     """Tensors hold no numbers: initial ones are not made, and scales are as after a step."""
@@ -119,7 +127,7 @@ def whole_steps(card: Card, names: tuple[str, ...]) -> None:
         for name in names:
             shape = rung(name)
             steps(card, shape, name, layers=shape.model.n_layers)  # all, as their norms' sums share a launch
-            for scaling in SCALINGS:
+            for scaling in scalings(card):
                 steps(card, shape, name, "fp8", fp8_scaling=scaling)
             for size in (2 * shape.batch_size, max(1, shape.batch_size // 2), 1):
                 steps(card, rung(name, size), name)
@@ -144,7 +152,8 @@ def other_steps(card: Card) -> None:
                 for grouped in (choice.AUTO, choice.TRITON):
                     with choice.forced(grouped, "grouped"):
                         steps(card, rung(name, batch_size, n_experts=n_experts), name)
-                steps(card, rung(name, batch_size, n_experts=n_experts), name, "fp8")
+                if scalings(card):
+                    steps(card, rung(name, batch_size, n_experts=n_experts), name, "fp8")
 
 
 def heads(b: int, t: int, h: int, h_kv: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,21 +222,25 @@ def norms(card: Card) -> None:
     for width in (*WIDTHS, *MORE_WIDTHS):
         for n_rows in (n for n in ROWS if n * width < 1 << 31):
             for dtype in (torch.bfloat16, torch.float32):
-                card.where = f"rmsnorm {n_rows} x {width} {dtype}"
-                rows = [empty(n_rows, width, dtype=dtype).requires_grad_() for _ in range(2)]
-                for of in (weight(width), empty(width, dtype=dtype).requires_grad_()):
-                    for in_any_order in (False, True):
-                        y = rmsnorm.rmsnorm(rows[0], of, EPS, deterministic=not in_any_order)
-                        y.backward(torch.empty_like(y))
-                    y, h = rmsnorm.rmsnorm(rows[0], of, EPS, rows[1])
-                    torch.autograd.backward([y, h], [torch.empty_like(y)] * 2)
-                    y, h = rmsnorm.rmsnorm_fork(rows[0], of, EPS)
-                    torch.autograd.backward([y, h], [torch.empty_like(y)] * 2)
+                norms_of(card, n_rows, width, dtype)
     for normed in (24, 4):
         card.where = f"rmsnorm of {normed} heads"
         strided = empty(4096, 24 + 2 * 4, 256).narrow(1, 0, normed).requires_grad_()
         y = rmsnorm.rmsnorm(strided, weight(256), EPS)
         y.backward(torch.empty_like(y))
+
+
+def norms_of(card: Card, n_rows: int, width: int, dtype: torch.dtype) -> None:
+    card.where = f"rmsnorm {n_rows} x {width} {dtype}"
+    rows = [empty(n_rows, width, dtype=dtype).requires_grad_() for _ in range(2)]
+    for of in (weight(width), empty(width, dtype=dtype).requires_grad_()):
+        for in_any_order in (False, True):
+            y = rmsnorm.rmsnorm(rows[0], of, EPS, deterministic=not in_any_order)
+            y.backward(torch.empty_like(y))
+        y, h = rmsnorm.rmsnorm(rows[0], of, EPS, rows[1])
+        torch.autograd.backward([y, h], [torch.empty_like(y)] * 2)
+        y, h = rmsnorm.rmsnorm_fork(rows[0], of, EPS)
+        torch.autograd.backward([y, h], [torch.empty_like(y)] * 2)
 
 
 def norm_candidates(card: Card) -> None:
@@ -295,7 +308,7 @@ def small_ops(s: object) -> None:
 def eight_bits(card: Card) -> None:
     """The linears of check_fp8.py."""
     for name, shape in EIGHT_BIT_SHAPES.items():
-        for scaling in SCALINGS:
+        for scaling in scalings(card):
             eight_bit_linear(card, name, shape, scaling)
 
 
@@ -314,10 +327,13 @@ def representative(card: Card) -> None:
     """A few of every kind."""
     name = "moe-55m"
     with without_values():
-        steps(card, rung(name, qk_norm=True), name, "fp8", once=True, document_mask=True)
+        precision = "fp8" if scalings(card) else "bf16"
+        steps(card, rung(name, qk_norm=True), name, precision, once=True, document_mask=True)
         with choice.forced(choice.TRITON, "grouped"), deterministic():
             steps(card, rung(name, 1), name, once=True)
-    for scaling in SCALINGS[1:]:
+        steps(card, rung(name, 1), name, "fp32", once=True)
+    norms_of(card, 16384, 8192, torch.float32)
+    for scaling in scalings(card)[1:]:
         eight_bit_linear(card, "384 x 256", (256, 384, 256), scaling)
     packed_attention(card, 4096, (12, 4, 64), 32, None)
 
@@ -343,14 +359,15 @@ def line(one: Compiled) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--card", choices=KINDS, default="h200", help="Default: %(default)s.")
     parser.add_argument("--only", action="append", choices=PARTS, help="A part; repeat it. Default: all.")
     parser.add_argument("--quick", action="store_true", help="A few kernels of every kind.")
     args = parser.parse_args()
     parts = {"quick": representative} if args.quick else {name: PARTS[name] for name in args.only or PARTS}
-    print(f"triton {triton.__version__}, torch {torch.__version__}")
+    print(f"{args.card}, triton {triton.__version__}, torch {torch.__version__}")
     print(" shared regs spills  kernel")
     begin = time.perf_counter()
-    with card_stands_in() as card:
+    with card_stands_in(args.card) as card:
         card.shown = lambda one: print(line(one), flush=True)
         for name, part in parts.items():
             part(card)
