@@ -25,26 +25,36 @@ def pick_device(asked: str) -> torch.device:
 
 
 def check_precision(
-    precision: str, fp8_scaling: Fp8Scaling, seq_len: int, device: torch.device, card: Card | None = None
-) -> None:
+    precision: str, fp8_scaling: Fp8Scaling, seq_len: int, device: torch.device, card: Card | None = None,
+    routed: bool = False,
+) -> None:  # fmt: skip
     """Raises UsageError where --precision fp8 or mxfp8 cannot be had: on this device, or on a `card` that is not here,
-    with these scales, or for samples of this length, over whose tokens the gradients of weights are summed."""
+    with these scales, for samples of this length, over whose tokens the gradients of weights are summed, or, where the
+    model is `routed`, for experts."""
     if precision == "mxfp8" and seq_len % MX_BLOCK:
         raise UsageError(
             f"--seq-len {seq_len} is no multiple of {MX_BLOCK}, as --precision mxfp8 needs: change one of the two"
         )
     if precision != "fp8":
         return
-    capability = card.capability if card else torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
+    on_cpu = device.type != "cuda"
+    capability = card.capability if card else (0, 0) if on_cpu else torch.cuda.get_device_capability(device)
+    name = card.name if card else device_name(device)
     if capability < (8, 9):
         raise UsageError(
-            f"--precision fp8: {card.name if card else device_name(device)} has no 8-bit matmuls: NVIDIA's from "
+            f"--precision fp8: {name} has no 8-bit matmuls: NVIDIA's from "
             "compute capability 8.9 on have (RTX 40 and 50, L4, L40, H100, H200, B200): give --precision bf16"
         )
     if seq_len % (multiple := multiple_for(fp8_scaling)):
         raise UsageError(
             f"--seq-len {seq_len} is no multiple of {multiple}, as --precision fp8 needs with --fp8-scaling "
             f"{fp8_scaling}: change one of them"
+        )
+    if routed and capability[0] not in (9, 10):
+        # torch asks for just these two in its _scaled_grouped_mm, but only when it is called, in the first step.
+        raise UsageError(
+            f"--precision fp8 with --moe: {name} has no 8-bit matmuls of experts: "
+            "compute capability 9 and 10 do (H100, H200, B200): give --precision bf16"
         )
     if fp8_scaling == "tensorwise":
         return
@@ -54,7 +64,7 @@ def check_precision(
         why = "those of compute capability 9 do" if fp8_scaling == BLOCK and card.capability[0] != 9 else None
     if why is not None:
         raise UsageError(
-            f"--fp8-scaling {fp8_scaling}: {card.name if card else device_name(device)} does not multiply so with "
+            f"--fp8-scaling {fp8_scaling}: {name} does not multiply so with "
             f"torch {torch.__version__} ({why}): give --fp8-scaling tensorwise"
         )
 

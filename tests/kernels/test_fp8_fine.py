@@ -205,3 +205,16 @@ def test_a_card_or_torch_without_such_products_is_told_in_one_line(monkeypatch):
     devices.check_precision("fp8", "block", 1024, card, card_of("NVIDIA H200"))  # which is elsewhere
     with pytest.raises(UsageError, match="--fp8-scaling block: B200 does not .* of compute capability 9 do"):
         devices.check_precision("fp8", "block", 1024, card, card_of("NVIDIA B200"))
+
+
+def test_a_card_without_eight_bit_products_of_experts_is_told_before_the_first_step(monkeypatch):
+    card = torch.device("cuda")
+    for name in ("NVIDIA H200", "NVIDIA B200"):
+        devices.check_precision("fp8", "tensorwise", 1024, card, card_of(name), routed=True)
+    devices.check_precision("fp8", "tensorwise", 1024, card, card_of("NVIDIA GeForce RTX 4090"))
+    with pytest.raises(UsageError, match="fp8 with --moe: .*5090 has no 8-bit matmuls of experts: .* --precision bf16"):
+        devices.check_precision("fp8", "tensorwise", 1024, card, card_of("NVIDIA GeForce RTX 5090"), routed=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    with pytest.raises(UsageError, match="--precision fp8 with --moe: a card has no 8-bit matmuls of experts"):
+        devices.check_precision("fp8", "tensorwise", 1024, card, routed=True)
