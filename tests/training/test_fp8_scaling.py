@@ -108,7 +108,7 @@ def test_a_trial_and_an_evaluation_leave_no_trace(scaling):
 @SCALINGS
 @pytest.mark.parametrize("moe", [False, True])
 def test_a_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monkeypatch, scaling, moe):
-    monkeypatch.setattr(run.devices, "check_precision", lambda *_: None)  # tests emulate what a CPU has not
+    monkeypatch.setattr(run.devices, "check_precision", lambda *_, **__: None)  # tests emulate what a CPU has not
 
     def settings(name: str, **other) -> TrainConfig:
         of_run = {"precision": "fp8", "fp8_scaling": scaling, "deterministic": True, "verify_every": 3}

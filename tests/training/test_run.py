@@ -110,7 +110,7 @@ def test_a_routed_run_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monke
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_a_run_in_eight_bits_ends_in_the_same_bits_after_a_stop(corpus, tmp_path, monkeypatch, moe):
-    monkeypatch.setattr(run.devices, "check_precision", lambda *_: None)  # tests emulate what a CPU has not
+    monkeypatch.setattr(run.devices, "check_precision", lambda *_, **__: None)  # tests emulate what a CPU has not
 
     def settings(name: str) -> TrainConfig:
         of_run = config(corpus, tmp_path / name, run={"precision": "fp8", "deterministic": True, "verify_every": 3})
