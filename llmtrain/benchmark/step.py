@@ -54,9 +54,7 @@ class TimedSteps:
         """order: of the samples that the batches hold; None: random tokens."""
         self.shape = shape
         self.attention = timing.attention
-        check_precision(
-            timing.precision, timing.fp8_scaling, shape.seq_len, device, routed=bool(shape.model.n_routed)
-        )
+        check_precision(timing.precision, timing.fp8_scaling, shape.seq_len, device, routed=shape.model.moe)
         self.backend = pick_attention(timing.attention, timing.precision, shape.model, shape.seq_len, device)
         self.memory = training_memory(
             shape.model,

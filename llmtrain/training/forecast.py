@@ -81,9 +81,7 @@ def forecast(config: TrainConfig, asked: PlanConfig) -> Forecast:
     config, order, missing, assumed = with_corpus(config)
     config, more = with_length(config, order, asked.total_tokens)
     run = config.run
-    devices.check_precision(
-        run.precision, run.fp8_scaling, config.data.seq_len, device, elsewhere, bool(config.model.n_routed)
-    )
+    devices.check_precision(run.precision, run.fp8_scaling, config.data.seq_len, device, elsewhere, config.model.moe)
     attention = devices.pick_attention(
         config.run.attention, config.run.precision, config.model, config.data.seq_len, device,
         config.data.document_mask, elsewhere,

@@ -58,9 +58,7 @@ def _train(config: TrainConfig, resume: bool, supervisor: Supervisor, world: Wor
     run_dir = config.run.run_dir
     config, order, validation = world.first_goes_first(lambda: run_corpus.open_corpus(config))
     settings, data = config.run, config.data
-    devices.check_precision(
-        settings.precision, settings.fp8_scaling, data.seq_len, device, routed=bool(config.model.n_routed)
-    )
+    devices.check_precision(settings.precision, settings.fp8_scaling, data.seq_len, device, routed=config.model.moe)
     attention = devices.pick_attention(
         settings.attention, settings.precision, config.model, data.seq_len, device, data.document_mask
     )
