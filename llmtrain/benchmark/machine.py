@@ -52,7 +52,7 @@ def number(cell: str) -> float | None:
 def card_state(ours: Iterable[int] = ()) -> dict | None:
     """The first visible card as nvidia-smi sees it now, or None without one.
 
-    `processes` lists compute processes other than `ours` (pids): pid, name, memory in MiB (None where not known).
+    `processes` lists compute processes other than `ours` (pids): pid, program's name, memory in MiB (None where not known).
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     rows = nvidia_smi(f"--id={visible}", f"--query-gpu={','.join(CARD_FIELDS)}")
@@ -61,7 +61,7 @@ def card_state(ours: Iterable[int] = ()) -> dict | None:
     cells = dict(zip(CARD_FIELDS, rows[0], strict=True))
     apps = nvidia_smi(f"--id={visible}", "--query-compute-apps=pid,process_name,used_memory") or []
     mine = {str(pid) for pid in ours}
-    others = [{"pid": int(a[0]), "name": a[1], "memory_mib": number(a[2])} for a in apps if a[0] not in mine]
+    others = [{"pid": int(a[0]), "name": Path(a[1]).name, "memory_mib": number(a[2])} for a in apps if a[0] not in mine]
     return {
         "name": cells["name"],
         "driver": cells["driver_version"],

@@ -32,6 +32,8 @@ HISTORY = 16
 """Optimizer steps whose largest magnitude decides a scale."""
 MULTIPLE = 16
 """Of which both sides of a matmul, and the rows summed over for dW, must be."""
+SCALE_BYTES = 16
+"""That the address of a matmul's scale is a multiple of: cuBLAS refuses others, with no more than NOT_SUPPORTED."""
 ROWS, COLS, WARPS = 128, 128, 8
 """The tile of a program: a whole line of 128 bytes both ways round."""
 Operand = tuple[Tensor, ...]
@@ -112,7 +114,7 @@ if triton is not None:
 
 @dataclass
 class Scale:
-    """Of one operand; all are views (1,), FP32, of a Scaling's buffers."""
+    """Of one operand; all are views (1,), FP32, of a Scaling's buffers, and a matmul can read `inverse`."""
 
     scale: Tensor
     inverse: Tensor
@@ -178,6 +180,11 @@ def scaled_mm(
     return product if out is None else out.copy_(product)
 
 
+def _ones_apart(n: int, device: torch.device | str) -> Tensor:
+    """(n,) FP32, each where a matmul can read it as a scale."""
+    return torch.ones(n, SCALE_BYTES // 4, device=device)[:, 0]
+
+
 class Scaling:
     """The scales of a model's operands: an activation and a gradient of each of so many weights, and the weights'.
 
@@ -189,11 +196,11 @@ class Scaling:
         self.limits = torch.tensor([LARGEST[E4M3], LARGEST[E5M2]], device=device).repeat(weights)
         self.own_largest = torch.zeros(weights, device=device)
         self.own_scale = torch.ones(weights, device=device)
-        self.own_inverse = torch.ones(weights, device=device)
+        self.own_inverse = _ones_apart(weights, device)
         self.largest = torch.zeros(n, device=device)
         self.history = torch.zeros(HISTORY, n, device=device)
         self.scale = torch.ones(n, device=device)
-        self.inverse = torch.ones(n, device=device)
+        self.inverse = _ones_apart(n, device)
         self.fresh = True
         """There is no history yet, so the next step begins with a pass that calibrates."""
         self.calibrating = False

@@ -182,7 +182,7 @@ PARTS = [
     ),
     # Ops.
     Part("kernels", 20, "scripts/bench/check_kernels.py --only rmsnorm", "docs/data/kernels.json: rmsnorm", KERNELS),
-    Part("rmsnorm-routes", 75, "scripts/bench/rmsnorm_routes.py --quick", "docs/data/rmsnorm-routes.json", OPS),
+    Part("rmsnorm-routes", 150, "scripts/bench/rmsnorm_routes.py --quick", "docs/data/rmsnorm-routes.json", OPS),
     *(
         Part(f"ops-{part}", seconds, f"scripts/bench/ops.py --only {part}", f"docs/data/ops-{part}.json", OPS)
         for part, seconds in (("rmsnorm", 120), ("crossover", 50), ("swiglu", 50), ("gemm", 20))

@@ -111,6 +111,8 @@ def compile_ahead(parts: Sequence[str], quick: bool, device: str, cache: Path) -
     workers = min(PROCESSES, len(jobs), os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.starmap(compile_case, jobs, chunksize=1)
+        pool.close()
+        pool.join()  # or one that is still ending holds the card when it is looked at
     for choice in cache.rglob("*.best_config"):
         choice.unlink()
 

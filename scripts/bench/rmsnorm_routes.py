@@ -1,6 +1,7 @@
 """Measures RMSNorm's candidates on a card and writes llmtrain/kernels/rmsnorm_table.py: accuracy first, time second.
 
     python scripts/bench/rmsnorm_routes.py [--quick | --long] [--width H ...] [--inputs N] [--data FILE] [--table FILE]
+    python scripts/bench/rmsnorm_routes.py --width H --add    # this width anew; the other widths stay as they are
     python scripts/bench/rmsnorm_routes.py --defaults     # the table that stands where nothing was measured
     python scripts/bench/rmsnorm_routes.py --cpu          # tiny, under the interpreter: does the script work
 
@@ -9,11 +10,13 @@ then timed one by one. In a window a backward candidate qualifies where, at both
 every 64th number of rows within), its dw holds the budget and is no worse than FP32 eager's on the same inputs of
 three families, by the worst element and by the median one; eager takes 1 / sqrt in both of its forms and the worse of
 them counts. (dw does not depend on the weight, so one dtype of it stands for both.) Of those that qualify the window
-gets the fastest, by the geometric mean of its times at both ends; where none does, the most accurate, and the JSON
-says so. Widths that are not measured keep their defaults. One H200: --quick about 75 s, plain 6 min, --long hours.
+gets the fastest, by the geometric mean of its times at both ends; where none does, the fastest of the most accurate,
+and the JSON says so. Widths that are not measured keep their defaults, or with --add what the table and the JSON hold.
+One H200: --quick about 150 s, plain 6 min, --long hours.
 """
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
@@ -44,14 +47,21 @@ from llmtrain.benchmark.rmsnorm_candidates import (
     table_source,
 )
 from llmtrain.benchmark.timing import Method, Work, measure
-from llmtrain.kernels.rmsnorm_routes import COLUMNS, COLUMNS_ROWS, BackwardRoute, ForwardRoute
+from llmtrain.kernels.rmsnorm_routes import (
+    BACKWARD,
+    COLUMNS,
+    COLUMNS_ROWS,
+    FORWARD,
+    BackwardRoute,
+    ForwardRoute,
+)
 from llmtrain.storage.atomic import make_parent, write_bytes, write_json
 
 op = importlib.import_module("llmtrain.kernels.rmsnorm")  # its name in the package is the function's
 
 ROOT = Path(__file__).parents[2]
-QUICK = ((256, 512, 768, 1024, 2048, 4096, 6144), (256, 1024, 4096, 16384, 65536))
-PLAIN = (WIDTHS, (64, 256, COLUMNS_ROWS, 2048, 4096, 8192, 16384, 65536, 262144))
+QUICK = ((256, 512, 768, 1024, 2048, 4096, 6144), (16, 64, 256, 1024, 4096, 16384, 65536))
+PLAIN = (WIDTHS, (16, 64, 256, COLUMNS_ROWS, 2048, 4096, 8192, 16384, 65536, 262144))
 ROUNDING = 2.0**-22 / 1e-4
 """Two units in FP32's last place, in tolerances: nothing is told apart below that, as of a single row."""
 METHOD = Method(sessions=2, rounds=2, samples=21, turn_seconds=0.004, warmup=2)
@@ -224,6 +234,8 @@ def judge_all(
             pool.starmap(compile_all, [(width, grid, part) for width in widths for part in (0, 1)], chunksize=1)
             found = pool.starmap(judge, [(*point, least, cpu) for point in shared], chunksize=1)
             judged = dict(zip(shared, found, strict=True))
+            pool.close()
+            pool.join()  # or one that is still ending uses the card while it is timed
     return judged | {point: judge(*point, least, cpu) for point in points if point not in judged}
 
 
@@ -258,7 +270,7 @@ def choose(
         for deterministic in (True, False):
             offered = [r for r in backward_candidates(width, deterministic) if r in able]
             good = [r for r in offered if all(one["qualifies"] for one in at[r].values())]
-            best = min(good, key=mean.__getitem__) if good else min(offered, key=worst.__getitem__)
+            best = min(good, key=mean.__getitem__) if good else min(offered, key=lambda r: (worst[r], mean[r]))
             backwards[deterministic].append((last, best))
             chosen = {"name": str(best), "route": asdict(best), "qualified": bool(good)}
             found["deterministic" if deterministic else "any order"] = chosen
@@ -272,6 +284,7 @@ def main() -> int:
     size.add_argument("--quick", action="store_true", help="fewer widths and rows, at least 2 inputs a family")
     size.add_argument("--long", action="store_true", help="120 inputs a family, at every 64th number of rows too")
     size.add_argument("--cpu", action="store_true", help="tiny shapes under the interpreter")
+    parser.add_argument("--add", action="store_true", help="other widths stay as the table and the JSON have them")
     size.add_argument("--defaults", action="store_true", help="write the table that stands before anything is measured")
     parser.add_argument("--width", type=int, action="append", choices=WIDTHS, help="this width; may be repeated")
     parser.add_argument("--inputs", type=int, help="inputs of each family, at least")
@@ -282,7 +295,7 @@ def main() -> int:
     table_path = arguments.table or ROOT / place(None, "llmtrain/kernels/rmsnorm_table.py", arguments.cpu)
     make_parent(data_path)
     make_parent(table_path)
-    forward, backwards = default_table()
+    forward, backwards = (FORWARD, dict(BACKWARD)) if arguments.add else default_table()
     if arguments.defaults:
         origin = "nothing is measured yet, these are the defaults"
         write_bytes(table_path, table_source(forward, backwards, origin).encode())
@@ -296,20 +309,25 @@ def main() -> int:
     inside = 64 if arguments.long else None
     judged = judge_all(widths, grid, inside, inputs, arguments.cpu)
     print(f"compiled and judged after {time.perf_counter() - begin:.0f} s", flush=True)
-    records = []
+    kept = json.loads(data_path.read_text())["widths"] if arguments.add and data_path.exists() else []
+    records = {of_width["width"]: of_width for of_width in kept}
+    left = set(widths)
     for width in widths:
         record, tiles, of_mode = choose(width, grid, judged, inside, device)
-        records.append(record)
+        records[width] = record | {"grid": grid, "machine": machine}
+        left.remove(width)
         forward = tuple((w, tuple(tiles) if w == width else old) for w, old in forward)
         for mode, chosen in of_mode.items():
             backwards[mode] = tuple((w, tuple(chosen) if w == width else old) for w, old in backwards[mode])
         share = statistics.mean(w["deterministic"]["qualified"] for w in record["windows"])
         print(f"width {width}: {share:.0%} of windows have a qualified route, {time.perf_counter() - begin:.0f} s",
               flush=True)  # fmt: skip
-        measured = ", ".join(str(r["width"]) for r in records)
+        measured = ", ".join(map(str, sorted(records)))
         origin = f"measured on {machine['card']['name'] if machine['card'] else 'a CPU'}: widths {measured}"
-        data = {"machine": machine, "grid": grid, "inputs": inputs, "every_64th": arguments.long, "widths": records}
-        data["missing"] = [other for other in widths if other not in {r["width"] for r in records}]
+        data = {
+            "machine": machine, "inputs": inputs, "every_64th": arguments.long, "missing": sorted(left),
+            "widths": [records[other] for other in sorted(records)],
+        }  # fmt: skip
         write_json(data_path, data)
         write_bytes(table_path, table_source(forward, backwards, origin).encode())
     return 0

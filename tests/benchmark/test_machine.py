@@ -37,8 +37,10 @@ def test_an_idle_card_is_not_contended(smi):
 
 
 def test_another_process_on_the_card_is_contention_and_our_own_is_not(smi):
-    smi(used=5755, apps="echo '77, python, 5754'")
-    assert machine.contention(machine.card_state()) == ["1 other processes on the card holding 5754 MiB"]
+    smi(used=5755, apps="echo '77, /somebodys/bin/python, 5754'")
+    seen = machine.card_state()
+    assert seen is not None and seen["processes"][0]["name"] == "python", "paths stay on their machine"
+    assert machine.contention(seen) == ["1 other processes on the card holding 5754 MiB"]
     card = machine.card_state(ours=[77])
     assert card is not None and card["processes"] == []
 

@@ -84,6 +84,13 @@ def test_the_history_decides_and_forgets():
     assert torch.equal(scaling.scale, before), "scales are a function of the history"
 
 
+def test_every_scale_lies_where_cublas_takes_it():
+    scaling = Scaling(3, "cpu")
+    scales = [of.inverse for weight in range(3) for of in scaling.of(weight)]
+    assert all(inverse.data_ptr() % 16 == 0 and inverse.shape == (1,) for inverse in scales)
+    assert len({inverse.data_ptr() for inverse in scales}) == 9
+
+
 def test_a_product_is_that_of_the_quantised_numbers():
     torch.manual_seed(0)
     x, w = torch.randn(32, 48).bfloat16(), torch.randn(16, 48).bfloat16()
