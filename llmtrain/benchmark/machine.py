@@ -52,7 +52,7 @@ def number(cell: str) -> float | None:
 def card_state(ours: Iterable[int] = ()) -> dict | None:
     """The first visible card as nvidia-smi sees it now, or None without one.
 
-    `processes` lists compute processes other than `ours` (pids): pid, program's name, memory in MiB (None where not known).
+    `processes` lists compute processes other than `ours` (pids): pid, program, memory in MiB (None where not known).
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     rows = nvidia_smi(f"--id={visible}", f"--query-gpu={','.join(CARD_FIELDS)}")

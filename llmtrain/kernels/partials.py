@@ -2,12 +2,15 @@
 
 The order is fixed by the shape alone, so the result is the same on every run and every card. A backward has such sums
 in every layer, each a few microseconds and as long a launch: inside `in_one_launch` they are made together at the end.
+Elsewhere the small kernel is launched while the one before it still runs, on cards that know how (compute capability 9
+on), and waits there for its end: that hides the launch.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llmtrain.kernels.weight import delivered, gradient_target, is_in_place
@@ -18,9 +21,12 @@ try:
 except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
     triton = None
 
-ROWS, COLS, WARPS = 2048, 8, 16
-"""Tile of the second stage, at most: 32 bytes (one sector) of each of many rows, so that narrow sums still fill the
-card, and that one tile is mostly enough."""
+ROWS, WARPS = 2048, 16
+"""Of a program of the second stage, at most; one tile is mostly enough."""
+
+LEAST_COLS, MOST_COLS, PROGRAMS = 8, 32, 256
+"""Columns of a program: 32 bytes (one sector) of a row, so that narrow sums still fill the card; more where there would
+be more programs than a card runs at once."""
 
 MOST_SUMS = 64
 """In one launch: each is two arguments of the kernel."""
@@ -31,8 +37,10 @@ if triton is not None:
     @triton.jit
     def _partial_sums_kernel(
         partials, outs, n, SUMS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr,
-        ROWS: tl.constexpr, COLS: tl.constexpr,
+        ROWS: tl.constexpr, COLS: tl.constexpr, WAITS: tl.constexpr,
     ):  # fmt: skip
+        if WAITS:
+            tl.extra.cuda.gdc_wait()  # for all that the kernel before has written
         mine = partials[0]
         out = outs[0]
         for i in tl.static_range(1, SUMS):
@@ -88,12 +96,19 @@ def _make_up(waiting: dict[_Kind, list[Sum]]) -> None:
     waiting.clear()
 
 
-def _launch(kind: _Kind, sums: list[Sum]) -> None:
+def launches_early(x: Tensor) -> bool:
+    """Whether a kernel on x's card may be launched before the one in front of it has ended."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _launch(kind: _Kind, sums: list[Sum], early: bool = False) -> None:
     rows = min(ROWS, max(128, triton.next_power_of_2(kind.n)))
+    cols = min(MOST_COLS, max(LEAST_COLS, triton.next_power_of_2(kind.width) // PROGRAMS))
     partials, outs = zip(*sums, strict=True)
-    _partial_sums_kernel[(triton.cdiv(kind.width, COLS), len(sums))](
-        partials, outs, kind.n, len(sums), kind.width, kind.add, kind.scale, rows, COLS, num_warps=WARPS
-    )
+    _partial_sums_kernel[(triton.cdiv(kind.width, cols), len(sums))](
+        partials, outs, kind.n, len(sums), kind.width, kind.add, kind.scale, rows, cols, early, num_warps=WARPS,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
 
 
 def add_partials(partials: Tensor, out: Tensor, add: bool, scale: float = 1.0, may_wait: bool = False) -> None:
@@ -102,7 +117,7 @@ def add_partials(partials: Tensor, out: Tensor, add: bool, scale: float = 1.0, m
     n, width = partials.shape
     kind = _Kind(n, width, add, scale)
     if _waiting is None or not may_wait:
-        _launch(kind, [(partials, out)])
+        _launch(kind, [(partials, out)], launches_early(partials))
         return
     if any(out.data_ptr() == other.data_ptr() for sums in _waiting.values() for _, other in sums):
         _make_up(_waiting)  # a weight that is used twice: its sums must not meet in one launch, nor change places

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import TRITON, choose
-from llmtrain.kernels.partials import add_partials
+from llmtrain.kernels.partials import add_partials, launches_early
 from llmtrain.kernels.rmsnorm_routes import (
     ATOMIC,
     COLUMNS,
@@ -141,8 +141,10 @@ if triton is not None:
     def _rmsnorm_backward_kernel(
         dy, dh, h, weight, rstd, dx, sums, n_rows, dy_group, dy_row, dh_group, dh_row, h_group, h_row,
         H: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-        FOLD: tl.constexpr, SHRINK: tl.constexpr, ATOMIC: tl.constexpr,
+        FOLD: tl.constexpr, SHRINK: tl.constexpr, ATOMIC: tl.constexpr, FOLLOWED: tl.constexpr,
     ):  # fmt: skip
+        if FOLLOWED:  # the kernel that adds up the sums may take its place now; it waits there for all of this
+            tl.extra.cuda.gdc_launch_dependents()
         # As many rows of columns as a tile has: the weight is laid out as the rows are, not shuffled into that layout.
         cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
         w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
@@ -285,7 +287,7 @@ def _backward(
     limit = {} if route.registers is None else {"maxnreg": route.registers}
     _rmsnorm_backward_kernel[(programs,)](
         *given, sums, n_rows, *strides,
-        width, group, route.rows, block, stages, route.fold(n_rows), SHRINK, atomic,
+        width, group, route.rows, block, stages, route.fold(n_rows), SHRINK, atomic, launches_early(dx),
         num_warps=route.warps, **limit,
     )  # fmt: skip
     if not atomic:

@@ -19,8 +19,9 @@ from llmtrain.kernels.rmsnorm_routes import PARTIALS, BackwardRoute
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of sums of each launch."""
     launch, seen = partials._launch, []
-    monkeypatch.setattr(partials, "COLS", 128)  # the interpreter pays by the program
-    monkeypatch.setattr(partials, "_launch", lambda kind, sums: (seen.append(len(sums)), launch(kind, sums)))
+    for columns in ("LEAST_COLS", "MOST_COLS"):
+        monkeypatch.setattr(partials, columns, 128)  # the interpreter pays by the program
+    monkeypatch.setattr(partials, "_launch", lambda kind, sums, *early: (seen.append(len(sums)), launch(kind, sums, *early)))
     return seen
 
 
@@ -39,6 +40,15 @@ def test_many_partial_sums_are_added_without_loss():
     torch.manual_seed(0)
     sums = torch.randn(1500, 19) * 1000
     assert torch.equal(deliver_partials(weight_of(19, None), sums), summed(sums))
+
+
+@pytest.mark.parametrize("width", [31, 32, 100, 128, 250])
+def test_wide_sums_take_more_columns_a_program_and_are_the_same(width: int, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"LEAST_COLS": 8, "MOST_COLS": 32, "PROGRAMS": 4}.items():
+        monkeypatch.setattr(partials, name, value)
+    torch.manual_seed(0)
+    sums = torch.randn(132, width)
+    assert torch.equal(deliver_partials(weight_of(width, None), sums), summed(sums))
 
 
 @pytest.mark.parametrize(("stale", "before"), [(True, float("nan")), (False, 3.0)])

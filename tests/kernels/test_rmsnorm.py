@@ -25,7 +25,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays by the program, not by the element."""
-    monkeypatch.setattr(partials, "COLS", 128)
+    monkeypatch.setattr(partials, "LEAST_COLS", 128)
+    monkeypatch.setattr(partials, "MOST_COLS", 128)
     routes = module.backward_route
 
     def wide_strips(n_rows: int, width: int, deterministic: bool) -> BackwardRoute:

@@ -122,7 +122,8 @@ def test_the_model_of_the_order_is_that_of_the_kernel(monkeypatch):
 @BOTH_MODES
 def test_the_kernels_at_the_ends_of_windows(monkeypatch, deterministic):
     torch.manual_seed(0)
-    monkeypatch.setattr(partials, "COLS", 128)
+    monkeypatch.setattr(partials, "LEAST_COLS", 128)
+    monkeypatch.setattr(partials, "MOST_COLS", 128)
     width = 64
     for n_rows in [n for n in row_counts(deterministic, width) if n <= COLUMNS_ROWS + 1]:
         x, dy, weight = torch.randn(n_rows, width), torch.randn(n_rows, width), 1 + 0.3 * torch.randn(width)
