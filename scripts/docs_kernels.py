@@ -152,6 +152,10 @@ SECTIONS: tuple[tuple[str, str, str, str, Callable[[Group], Iterable[str]]], ...
         "is relative, in norm.", of_fp8,
     ),
     (
+        "Tiles of eight-bit kernels", "fp8-tiles", "fp8_tiles.py",
+        "Casts both ways round, magnitudes noted, of a feed-forward's width; `ratio` is as above.", of_report,
+    ),
+    (
         "Newton-Schulz", "newton-schulz", "newton_schulz.py",
         "Muon's iterations on a model's matrices; torch's are one at a time, ours in stacks.", of_newton_schulz,
     ),

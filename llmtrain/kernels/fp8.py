@@ -34,8 +34,9 @@ MULTIPLE = 16
 """Of which both sides of a matmul, and the rows summed over for dW, must be."""
 SCALE_BYTES = 16
 """That the address of a matmul's scale is a multiple of: cuBLAS refuses others, with no more than NOT_SUPPORTED."""
-ROWS, COLS, WARPS = 128, 128, 8
-"""The tile of a program: a whole line of 128 bytes both ways round."""
+ROWS, COLS, WARPS = 64, 64, 8
+"""The tile of a program: two sectors of a row both ways round. Of 128 x 128 a processor has registers for one program,
+which nothing runs beside while it waits."""
 Operand = tuple[Tensor, ...]
 """A matrix in eight bits and, where they are its own, its scales' inverses."""
 
@@ -86,22 +87,19 @@ if triton is not None:
         return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _fp8_quantise_kernel(
-        x, scale, largest, y, y_t, n_rows, n_cols, limit, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
-        BY_HAND: tl.constexpr, ROW_MAJOR: tl.constexpr, TRANSPOSED: tl.constexpr, RECORD: tl.constexpr,
-        ROWS: tl.constexpr,
-        COLS: tl.constexpr,
+    def _fp8_store(
+        wide, scale, largest, y, y_t, row, col, mask, n_rows, n_cols, limit, MANTISSA: tl.constexpr,
+        LOWEST: tl.constexpr, BY_HAND: tl.constexpr, ROW_MAJOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+        RECORD: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        col = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
-        mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
-        wide = tl.load(x + row[:, None] * n_cols + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        """Puts a tile, FP32, down in eight bits, and its largest magnitude where those of all tiles meet."""
         magnitude = tl.abs(wide)
         if RECORD:
             # Bits of numbers that are 0 or more are ordered as these are, NaN above all; so an integer maximum will do,
-            # and its order does not matter.
+            # and its order does not matter. Most tiles have nothing larger than was met before and leave it at looking:
+            # what they see may be old, but never too large.
             top = tl.max(tl.max(magnitude.to(tl.int32, bitcast=True), 1), 0)
-            tl.atomic_max(largest, top, sem="relaxed")
+            tl.atomic_max(largest, top, mask=top > tl.load(largest), sem="relaxed")
         scaled = wide * tl.load(scale)
         scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
         scaled = tl.where(magnitude < float("inf"), scaled, float("nan"))
@@ -110,6 +108,21 @@ if triton is not None:
             tl.store(y + row[:, None] * n_cols + col[None, :], narrow, mask=mask)
         if TRANSPOSED:
             tl.store(y_t + col[:, None] * n_rows + row[None, :], tl.trans(narrow), mask=tl.trans(mask))
+
+    @triton.jit
+    def _fp8_quantise_kernel(
+        x, scale, largest, y, y_t, n_rows, n_cols, limit, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
+        BY_HAND: tl.constexpr, ROW_MAJOR: tl.constexpr, TRANSPOSED: tl.constexpr, RECORD: tl.constexpr,
+        ROWS: tl.constexpr, COLS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        col = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
+        mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
+        wide = tl.load(x + row[:, None] * n_cols + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        _fp8_store(
+            wide, scale, largest, y, y_t, row, col, mask, n_rows, n_cols, limit,
+            MANTISSA, LOWEST, BY_HAND, ROW_MAJOR, TRANSPOSED, RECORD,
+        )  # fmt: skip
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.kernels.choice import TRITON, choose
-from llmtrain.kernels.fp8 import COLS, E4M3, FORM, LARGEST, MULTIPLE, ROWS, WARPS, Operand
+from llmtrain.kernels.fp8 import E4M3, FORM, LARGEST, MULTIPLE, Operand
 from llmtrain.kernels.fp8_grouped import quantise_rows, quantise_rows_reference
 
 try:
@@ -26,9 +26,8 @@ except ImportError:  # CPU installs of torch come without it, and the reference 
     triton = None
 
 ROWWISE, BLOCK, TILES = "rowwise", "block", "tiles"
-SIDE = 128
+SIDE, WARPS = 128, 8
 """Numbers of a block, and either side of a tile: also that of a program."""
-assert SIDE == ROWS == COLS
 
 
 def multiple_for(scaling: str) -> int:
@@ -150,7 +149,7 @@ def empty_operand(rows: int, columns: int, by: str, device: torch.device) -> Ope
 def _by_kernels(x: Tensor, by: str, rows: Operand | None, columns: Operand | None) -> None:
     n, m = x.shape
     by_hand = not x.is_cuda
-    grid = triton.cdiv(n, ROWS), triton.cdiv(m, COLS)
+    grid = triton.cdiv(n, SIDE), triton.cdiv(m, SIDE)
     bits = torch.uint8 if by_hand else E4M3
     unused = torch.empty(0, dtype=torch.int32, device=x.device)
     of_rows = of_columns = unused
@@ -158,12 +157,12 @@ def _by_kernels(x: Tensor, by: str, rows: Operand | None, columns: Operand | Non
         largest = torch.zeros(n + m, dtype=torch.int32, device=x.device)
         of_rows, of_columns = largest[:n], largest[n:]
         both = rows is not None, columns is not None
-        _fp8_quantise_largest_kernel[grid](x, of_rows, of_columns, n, m, *both, ROWS, COLS, num_warps=WARPS)
+        _fp8_quantise_largest_kernel[grid](x, of_rows, of_columns, n, m, *both, SIDE, SIDE, num_warps=WARPS)
     y, y_inverse = (unused, unused) if rows is None else (rows[0].view(bits), rows[1])
     y_t, y_t_inverse = (unused, unused) if columns is None else (columns[0].view(bits), columns[1])
     _fp8_quantise_fine_kernel[grid](
         x, of_rows, of_columns, y, y_inverse, y_t, y_t_inverse, n, m, by, rows is not None, columns is not None,
-        by_hand, *FORM[E4M3], LARGEST[E4M3], ROWS, COLS, num_warps=WARPS,
+        by_hand, *FORM[E4M3], LARGEST[E4M3], SIDE, SIDE, num_warps=WARPS,
     )  # fmt: skip
 
 

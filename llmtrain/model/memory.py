@@ -225,14 +225,26 @@ def feed_forward_backward(
         narrow = functools.partial(eight_bit_bytes, scaling=eight_bit)
         d, product = c.d_model * n, 0 if selective else narrow(f * n)
         matrix = 4 * c.d_model * f  # dW on its way to its buffer
+        # the stream's gradient in eight bits, both ways round, and the product's
+        first = 2 * narrow(d) + width * f * n
+        # the input's gradient, or that and the input made again, beside what is left of that of gate and up
+        last = 2 * narrow(f * n) + width * d + (width * d + narrow(d) if selective else 0) + 2 * matrix - product
+        if eight_bit == "tensorwise":  # one op, in which neither the product nor the gradient of gate and up is in bf16
+            return max(
+                first,
+                narrow(d) + width * f * n + (narrow(f * n) if selective else 0) + matrix,
+                width * f * n + 4 * narrow(f * n) - product,  # the gradient of gate and up, both ways round
+                4 * narrow(f * n) + width * d - product - 2 * width * f * n,  # gate and up are gone
+                last - 2 * width * f * n,
+            )
         return max(
-            # the stream's gradient in eight bits, both ways round, and the product's, the product made again
-            2 * narrow(d) + width * f * n,
+            first,
+            # the product made again
             narrow(d) + width * f * n + (width * f * n + narrow(f * n) if selective else 0) + matrix,
             3 * width * f * n - product,  # the gradients of the product, and of gate and up
             # the latter in eight bits, both ways round, and the input's; gate and up are gone
             2 * width * f * n + 4 * narrow(f * n) + width * d - product - 2 * width * f * n,
-            2 * narrow(f * n) + width * d + (width * d + narrow(d) if selective else 0) + 2 * matrix - product,
+            last,
         )
 
     dense = of_eight_bits if eight_bit else in_bf16

@@ -18,6 +18,7 @@ from llmtrain.kernels.attention import attention
 from llmtrain.kernels.cross_entropy import IGNORED, head_loss
 from llmtrain.kernels.embedding import embedding
 from llmtrain.kernels.experts import routed_experts
+from llmtrain.kernels.feed_forward import eight_bit_feed_forward, feed_forward_add
 from llmtrain.kernels.linear import Remake, linear, linear_add
 from llmtrain.kernels.rerun import rerun
 from llmtrain.kernels.rmsnorm import rmsnorm, rmsnorm_fork
@@ -182,6 +183,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, h: Tensor, context: Context, remake: Remake | None, result: bool) -> Tensor:
         """x: the normed stream (B, T, d_model), h: the stream, overwritten with what is returned: h + SwiGLU(x)."""
+        if operands := eight_bit_feed_forward(self.gate_up.weight, self.down.weight, x):
+            keep_product = context.checkpoint_activations != "selective"
+            weights = self.gate_up.weight, self.down.weight
+            return feed_forward_add(x, *weights, h, operands, remake, keep_product, result)
         gate_up = self.gate_up(x, remake)  # (B, T, 2 d_ff)
         return self.down.add(swiglu(gate_up), h, context.remade(lambda: swiglu(gate_up)), result)
 

@@ -216,6 +216,7 @@ PARTS = [
         "fp8-check", 40, "scripts/bench/check_fp8.py --quick",
         "docs/data/fp8-check.json: gate and up of 102M, down of 102M, 64 experts", KERNELS,
     ),
+    Part("fp8-tiles", 40, "scripts/bench/fp8_tiles.py", "docs/data/fp8-tiles.json: 102M, 1B", KERNELS),
     Part(
         "precision-1b", 150, "scripts/bench/precision.py --only 1b --quick --add", "docs/data/precision.json: 1b",
         LADDERS,

@@ -56,6 +56,7 @@ DEMO = ("--config", str(ROOT / "configs/demo.toml"), "--batch-size", "1", "--seq
         ("head_arms", [], OF_PAGE, ["docs/head.md", "docs/data/head-arms.json"]),
         ("ops", ["--only", "gemm"], OF_OPS, ["docs/data/ops-gemm.json"]),
         ("newton_schulz", [*DEMO, "--vocab-size", "64", "--rounds", "1"], {}, ["docs/data/newton-schulz.json"]),
+        ("fp8_tiles", ["--smoke"], {"TILES": ((16, 16, 4),)}, ["docs/data/fp8-tiles.json"]),
         ("check_kernels", ["--cpu", "--only", "embedding"], {}, ["docs/data/kernels.json"]),
         (
             "rmsnorm_routes", ["--cpu"], {"choose": lambda *_: (ROUTE, (), {}), "judge_all": lambda *_: {}},

@@ -21,7 +21,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launch, seen = partials._launch, []
     for columns in ("LEAST_COLS", "MOST_COLS"):
         monkeypatch.setattr(partials, columns, 128)  # the interpreter pays by the program
-    monkeypatch.setattr(partials, "_launch", lambda kind, sums, *early: (seen.append(len(sums)), launch(kind, sums, *early)))
+    monkeypatch.setattr(
+        partials, "_launch", lambda kind, sums, *early: (seen.append(len(sums)), launch(kind, sums, *early))
+    )
     return seen
 
 

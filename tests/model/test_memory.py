@@ -41,7 +41,7 @@ def kernels_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda *args, **kwargs: None
 
     norms, moe = ("partials", "rmsnorm"), ("experts", "grouped", "routing")
-    eight_bits = ("fp8", "fp8_fine", "fp8_grouped")
+    eight_bits = ("feed_forward", "fp8", "fp8_fine", "fp8_grouped")
     others = ("adamw", "cross_entropy", "embedding", "rotary", "swiglu", "update_scalars")
     for name in (*eight_bits, *norms, *moe, *others):
         module = importlib.import_module(f"llmtrain.kernels.{name}")
