@@ -225,8 +225,9 @@ def judge(tool: str, cases: list[str], timeout: float) -> dict[str, Any]:
     by_kernel, ours = reported(output), our_kernels()
     ran = {case: json.loads(ops) for case, ops in re.findall(r"^CASE (\S+) (\{.*\})$", output, re.M)}
     in_ours = {name: n for name, n in by_kernel.items() if name in ours}
+    held = found and list(ran) == cases and not in_ours and status != 124
     return {
-        "tool": tool, "held": found and list(ran) == cases and not in_ours, "planted_found": found, "in_ours": in_ours,
+        "tool": tool, "held": held, "planted_found": found, "in_ours": in_ours,
         "elsewhere": {name: n for name, n in by_kernel.items() if name not in ours},
         "cases": ran, "status": status,
         "seconds": time.monotonic() - begin,
