@@ -152,6 +152,11 @@ SECTIONS: tuple[tuple[str, str, str, str, Callable[[Group], Iterable[str]]], ...
         "is relative, in norm.", of_fp8,
     ),
     (
+        "Steps in CUDA graphs", "check-capture", "check_capture.py",
+        "A small step of every kind, captured and not, with deterministic sums; those in eight bits against bf16's.",
+        of_report,
+    ),
+    (
         "Tiles of eight-bit kernels", "fp8-tiles", "fp8_tiles.py",
         "Casts both ways round, magnitudes noted, of a feed-forward's width; `ratio` is as above.", of_report,
     ),

@@ -174,6 +174,7 @@ def measure_step(
         "precision": timing.precision,
         "fp8_scaling": eight_bit(timing),
         "attention": steps.backend.label(choice.ran),
+        "not_captured": steps.step.why_not_captured,
         "checkpoint_activations": timing.checkpoint_activations,
         "steps": count * timing.bursts,
         "step_ms": wall.pooled * 1e3,

@@ -38,6 +38,7 @@ def step_markdown(data: dict[str, Any]) -> str:
         ["spread of the bursts", percent(data["spread"])],
         ["device time of a step, ms", figure(data["device_step_ms"], ".3f")],
         ["host time to issue a step, ms", figure(data["issue_step_ms"], ".3f")],
+        *([["not captured in CUDA graphs", why]] if (why := data["not_captured"]) else []),
         ["FLOPs a token, exact", f"{data['flops_per_token'] / 1e6:.1f} M"],
         ["FLOPs a token, classic", f"{data['classic_flops_per_token'] / 1e6:.1f} M"],
         ["TFLOP/s", f"{data['tflops']:.4g}"],

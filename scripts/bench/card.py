@@ -216,6 +216,9 @@ PARTS = [
         "fp8-check", 40, "scripts/bench/check_fp8.py --quick",
         "docs/data/fp8-check.json: gate and up of 102M, down of 102M, 64 experts", KERNELS,
     ),
+    Part(
+        "check-capture", 40, "scripts/bench/check_capture.py", "docs/data/check-capture.json: steps", KERNELS,
+    ),
     Part("fp8-tiles", 40, "scripts/bench/fp8_tiles.py", "docs/data/fp8-tiles.json: 102M, 1B", KERNELS),
     Part(
         "precision-1b", 150, "scripts/bench/precision.py --only 1b --quick --add", "docs/data/precision.json: 1b",
@@ -243,8 +246,8 @@ PARTS = [
             f"scripts/experiments/{folder}/result.json", EXPERIMENTS, in_turns=one_run,
         )
         for name, folder, seconds, one_run in (
-            ("muon", "muon-102m", 720, 110), ("stable-average", "stable-average-31m", 240, 60),
-            ("mxfp8-loss", "mxfp8-31m", 240, 80),
+            ("muon", "muon-102m", 720, 110), ("stable-average", "stable-average-31m", 320, 60),
+            ("mxfp8-loss", "mxfp8-31m", 330, 140),
         )
     ),
 ]  # fmt: skip

@@ -135,6 +135,8 @@ def measure(name: str, arm: Arm, shape: Shape, timing: TimingConfig, caches: Pat
         row = peer_row(shape, timing, caches)
     else:
         row = run_row(SweepRow(name, shape), timing, TIMEOUT)
+        if why := row.get("not_captured"):  # it would count as the rate of a precision
+            row = {"status": "failed", "reason": f"not captured in CUDA graphs: {why}"}
     counts = parameter_counts(shape.model)
     record = {
         **row, "name": name, "arm": arm.name, "precision": arm.precision, "batch_size": shape.batch_size,
