@@ -322,6 +322,7 @@ def make_case(shape: Shape, device: torch.device) -> Case:
                     made[name] = Arm(lambda: Work(lambda: None), ours=name.startswith("ours,"), absent=arm)
                     continue
                 judgement = judgements.get(name, Judgement(lacks=("not judged",)))
+                judgement = judgement if backward else judgement.of("out")
                 made[name] = Arm(build(name, arm, backward), judgement, ours=arm.ours, compiled=arm.compiled)
             return Timed(direction, made, shape.nbytes(backward), shape.flops(backward))
 

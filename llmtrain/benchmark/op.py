@@ -6,6 +6,7 @@ all the same: the slow, the wrong and the absent.
 """
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,10 @@ def ulp_error(got: Tensor, exact: Tensor) -> float:
     return ((got.to(exact.dtype) - exact).abs() / unit).max().item()
 
 
+ABOUT_AN_OUTPUT = re.compile(r"no (\w+)|(\w+) in \w+")
+"""What `judge` says of an output that is missing or has another dtype."""
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What was found out about an arm's outputs, the worst over all inputs that were tried."""
@@ -78,6 +83,12 @@ class Judgement:
     @property
     def competes(self) -> bool:
         return not self.lacks and self.worst <= 1
+
+    def of(self, *outputs: str) -> "Judgement":
+        """Of these outputs alone: an arm whose backward is wrong still competes in its forward."""
+        about = {lack: ABOUT_AN_OUTPUT.fullmatch(lack) for lack in self.lacks}
+        lacks = tuple(lack for lack, named in about.items() if named is None or (named[1] or named[2]) in outputs)
+        return Judgement({name: error for name, error in self.errors.items() if name in outputs}, lacks)
 
     def __or__(self, other: "Judgement") -> "Judgement":
         """The worse of both."""

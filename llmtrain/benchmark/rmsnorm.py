@@ -24,6 +24,8 @@ SEEDS = 5
 FAMILIES = ("normal", "same sign", "outliers")
 DIRECTIONS = ("forward", "backward", "forward + backward", "2 forward + backward")
 """The last is a step of a checkpointed block."""
+JUDGED_BY = {"forward": ("y", "h"), "backward": ("dx", "dw")}
+"""Outputs of a direction, where those are not all."""
 SMALL_ROWS = 1024
 """Fewer rows than this are also timed without torch.compile in the process."""
 
@@ -239,10 +241,9 @@ def timed(direction: str, shape: Shape, inputs: Inputs, norms: dict[str, Peer], 
     for name, peer in norms.items():
         if direction == "forward" and name == "ours, any order":
             continue
-        arm = Arm(work(peer.function), judged[name]) if peer.function else Arm(lambda: Work(lambda: None))
-        arms[name] = Arm(
-            arm.build, arm.judgement, ours=name.startswith("ours"), compiled=name in COMPILED, absent=peer.absent
-        )
+        judgement = judged.get(name, Judgement()).of(*JUDGED_BY.get(direction, tuple(BUDGET)))
+        build = work(peer.function) if peer.function else lambda: Work(lambda: None)
+        arms[name] = Arm(build, judgement, ours=name.startswith("ours"), compiled=name in COMPILED, absent=peer.absent)
     small = 4 * shape.n_rows + 4 * shape.width
     forward_bytes = (4 if shape.residual else 2) * shape.nbytes + small
     backward_bytes = (4 if shape.residual else 3) * shape.nbytes + small + 4 * shape.width

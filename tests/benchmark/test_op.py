@@ -69,6 +69,13 @@ def test_the_best_peer_is_the_fastest_inside_the_budget():
     assert "(1.5)" in text and "lacking: forward: no dw" in text and "| right |" in text
 
 
+def test_a_judgement_of_some_outputs_knows_nothing_of_the_others():
+    whole = Judgement({"y": 0.5, "dw": 30.0}, ("dw in bfloat16", "no dx", "computes on padding"))
+    assert whole.of("y") == Judgement({"y": 0.5}, ("computes on padding",)) and not whole.of("dw").competes
+    assert whole.of("dw", "dx").lacks == whole.lacks
+    assert Judgement({"y": 0.5, "dw": 30.0}).of("y", "h").competes
+
+
 def test_where_no_peer_is_in_budget_the_fastest_that_matches_is_shown_with_its_error():
     row = row_of({
         "ours": arm(2, ours=True),
