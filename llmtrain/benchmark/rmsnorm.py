@@ -20,6 +20,8 @@ BUDGET = {
     "dx": Budget(atol=1e-2, rtol=1e-2),
     "dw": Budget(atol=1e-4, rtol=1e-4, dtype=torch.float32),
 }
+ROUNDING = 2.0**-22 / BUDGET["dw"].rtol
+"""Two units in FP32's last place, in tolerances of dw: errors are not told apart below that, as those of one row."""
 SEEDS = 5
 FAMILIES = ("normal", "same sign", "outliers")
 DIRECTIONS = ("forward", "backward", "forward + backward", "2 forward + backward")

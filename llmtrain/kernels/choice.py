@@ -13,6 +13,8 @@ from torch import Tensor
 
 REFERENCE = "reference"
 TRITON = "triton"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What rows and weights may be in: numbers in eight bits have scales, and ops of their own."""
 AUTO = "auto"
 """Forced, it means that nothing is."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain.kernels.choice import FLOATS
 from llmtrain.kernels.cross_entropy import IGNORED, chunk_rows, cross_entropy_in_place, logits_buffer
 
 MEMORY_BYTES = 960 << 20
@@ -86,7 +87,7 @@ def check(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, reduction: 
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dim() != 2 or 0 in tensor.shape:
             raise ValueError(f"{name}: a matrix wanted, not {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
+        if tensor.dtype not in FLOATS:
             raise ValueError(f"{name}: floating-point numbers wanted, not {tensor.dtype}")
     if weight.shape[1] != x.shape[1]:
         raise ValueError(f"weight: (vocabulary, {x.shape[1]}) wanted, as x is wide, not {tuple(weight.shape)}")
@@ -116,11 +117,12 @@ def linear_cross_entropy(
     x: (N, d), weight: (V, d) of any floating-point dtype, multiplied in x's; targets: (N,) int64, -100 where nothing is
     to be predicted. Returns a scalar in FP32 (FP64 for FP64 x), whatever x is in: the mean over targets that count, NaN
     where none does, or the sum. Gradients for x and weight come in their own dtypes; dW is summed in FP32 and rounded
-    once (on a CPU 16-bit products are rounded before they are summed). The loss of 16-bit inputs is within 2e-6 of
-    FP64, relative, for some thousand targets.
+    once (on a CPU 16-bit products are rounded before they are summed). Logits of 16-bit inputs are rounded to 16 bits,
+    so that a single row's loss is off by some 2^-9 of its logits; of many rows that averages out.
 
-    chunk: rows of logits at a time; by default, on a GPU, what keeps logits, dX and dW under 960 MiB together. Raises
-    ValueError, which names the argument.
+    chunk: rows of logits at a time; by default, on a GPU, what keeps logits, dX and dW under 960 MiB together, but no
+    fewer than LEAST_ROWS, which a vocabulary of 100,000 and more takes more for. Raises ValueError, which names the
+    argument.
     """
     check(x, weight, targets, z_loss, reduction, chunk)
     if chunk is None:

@@ -83,7 +83,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | Non
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3 or 0 in x.shape:
             raise ValueError(f"{name}: (tokens, heads, head_dim) wanted, none of them 0, not {tuple(x.shape)}")
-        if x.dtype != q.dtype or not x.is_floating_point():
+        if x.dtype != q.dtype or x.dtype not in choice.FLOATS:
             raise ValueError(f"{name}: one floating-point dtype wanted for q, k and v, not {x.dtype} beside {q.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name}: is on {x.device}, q on {q.device}")
@@ -103,6 +103,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | Non
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: is on {cu_seqlens.device}, q on {q.device}")
+    for name, number in (("window", window), ("max_seqlen", max_seqlen)):
+        if number is not None and not isinstance(number, int):
+            raise ValueError(f"{name}: an int wanted, not {number!r}")
     if window is not None and window < 1:
         raise ValueError(f"window: 1 key or more wanted, not {window}")
     if max_seqlen is not None and not 1 <= max_seqlen <= q.shape[0]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain.kernels.choice import TRITON, choose
+from llmtrain.kernels.choice import FLOATS, TRITON, choose
 from llmtrain.kernels.partials import add_partials, launches_early
 from llmtrain.kernels.rmsnorm_routes import (
     ATOMIC,
@@ -331,13 +331,13 @@ class _RMSNorm(torch.autograd.Function):
 
 def require_rows(x: Tensor, weight: Tensor, eps: float, **like_x: Tensor | None) -> None:
     """Raise ValueError naming the argument that does not fit; `like_x` must have the shape, dtype and device of x."""
-    if not x.is_floating_point():
+    if x.dtype not in FLOATS:
         raise ValueError(f"x: floating-point rows wanted, not {x.dtype}")
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: shape {tuple(x.shape)} has no last dimension to norm over")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight: shape {tuple(weight.shape)}, but rows of x are {x.shape[-1]} wide")
-    if not weight.is_floating_point():
+    if weight.dtype not in FLOATS:
         raise ValueError(f"weight: a floating-point weight wanted, not {weight.dtype}")
     if weight.device != x.device:
         raise ValueError(f"weight: on {weight.device}, but x is on {x.device}")
@@ -393,6 +393,8 @@ def rmsnorm_backward(
     require_rows(h, weight, 0.0, dy=dy, dh=dh)
     if rstd.shape != h.shape[:-1] or rstd.device != h.device:
         raise ValueError(f"rstd: {tuple(rstd.shape)} on {rstd.device}, but {tuple(h.shape[:-1])} on {h.device} wanted")
+    if rstd.dtype not in FLOATS:
+        raise ValueError(f"rstd: floating-point numbers wanted, not {rstd.dtype}")
     with torch.no_grad():
         if choose("rmsnorm", h) != TRITON:
             return rmsnorm_backward_reference(dy, dh, h, weight, rstd)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain.kernels.choice import TRITON, choose
+from llmtrain.kernels.choice import FLOATS, TRITON, choose
 from llmtrain.kernels.partials import deliver_partials
 from llmtrain.kernels.rmsnorm import rmsnorm
 
@@ -35,7 +35,10 @@ FEW_TOKENS = 16384
 
 
 def rotary_tables(max_seq_len: int, head_dim: int, theta: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / head_dim): two (max_seq_len, head_dim / 2) FP32 tables."""
+    """cos and sin of position * theta^(-2i / head_dim): two (max_seq_len, head_dim / 2) FP32 tables. Raises ValueError
+    where heads have an odd width."""
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim: an even width wanted, not {head_dim}")
     # FP64 until the end: positions beyond 2^15 times FP32 frequencies would lose the low bits of the angle.
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     angles = torch.arange(max_seq_len, dtype=torch.float64, device="cpu")[:, None] * frequencies
@@ -316,7 +319,7 @@ def require_qkv(
         if number < 1:
             raise ValueError(f"{name}: must be at least 1, not {number}")
     heads = n_heads + 2 * n_kv_heads
-    if not qkv.is_floating_point():
+    if qkv.dtype not in FLOATS:
         raise ValueError(f"qkv: a floating-point tensor wanted, not {qkv.dtype}")
     if qkv.dim() != 3 or qkv.shape[-1] % (2 * heads):
         raise ValueError(f"qkv: (B, T, {heads} heads of an even width) wanted, not {tuple(qkv.shape)}")
@@ -326,6 +329,8 @@ def require_qkv(
     for name, table in (("cos", cos), ("sin", sin)):
         if tuple(table.shape) not in tables:
             raise ValueError(f"{name}: {tables[0]} or {tables[1]} wanted, not {tuple(table.shape)}")
+        if table.dtype not in FLOATS:
+            raise ValueError(f"{name}: floating-point numbers wanted, not {table.dtype}")
     if cos.shape != sin.shape:
         raise ValueError(f"sin: {tuple(cos.shape)} wanted, as cos is, not {tuple(sin.shape)}")
     if (q_norm is None) != (k_norm is None):

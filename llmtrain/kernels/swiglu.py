@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain.kernels.choice import TRITON, choose
+from llmtrain.kernels.choice import FLOATS, TRITON, choose
 
 try:
     import triton
@@ -122,7 +122,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     Raises ValueError naming the argument that does not fit.
     """
-    if not gate_up.is_floating_point():
+    if gate_up.dtype not in FLOATS:
         raise ValueError(f"gate_up: a floating-point tensor wanted, not {gate_up.dtype}")
     if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: the last dimension holds two halves, but the shape is {tuple(gate_up.shape)}")

@@ -29,14 +29,15 @@ TEXT = """# Attention within documents
 
 `from llmtrain.kernels import packed_attention`:
 
-    out = packed_attention(q, k, v, cu_seqlens, window=None, max_seqlen=None)
+    out = packed_attention(q, k, v, cu_seqlens, window=None, *, max_seqlen=None)
 
 q (total, H, D), k and v (total, Hkv, D) are the tokens of all documents laid end to end; `cu_seqlens` says where each
 ends and is filled up by repeating its last border, so shapes stay the same whatever the mix of documents. A token sees
 its own document up to itself, with `window` the last so many tokens. Tokens behind the last document cost next to
-nothing and give 0. It is one operator to torch.compile and can be captured in a CUDA graph after a first call. Its
-backward gives the same bits every time with our kernel, with cuDNN where torch's deterministic algorithms are asked
-for.
+nothing and give 0; they must be finite. On a card nobody looks whether `cu_seqlens` is in order and no document longer
+than `max_seqlen`, which would wait for it: then results are wrong. It is one operator to torch.compile and can be
+captured in a CUDA graph after a first call. Its backward gives the same bits every time with our kernel, with cuDNN
+where torch's deterministic algorithms are asked for.
 
 cuDNN's graph API (the extra `cudnn`) takes 16 bits and heads up to 128, needs `max_seqlen`, and is slow where
 `cu_seqlens` has far more slots than documents. Our kernel needs neither and is chosen for short documents. Budget:
@@ -47,6 +48,10 @@ an old one.
 `train --window W --global-every N` gives layers a sliding window, but for every N-th layer, and `--document-mask` keeps
 attention within documents; both run on the same kernel. `llmtrain bench attention` times one shape;
 `scripts/bench/attention_blocks.py` times other tiles.
+
+In the tables `on rows` is a batch of documents side by side, each row as long as the longest, and `padding` the share
+of it that is none; `room for` so many documents is a `cu_seqlens` with unused slots; `cache B/token` is what a cache of
+keys and values takes.
 """
 
 HEADINGS = {

@@ -28,17 +28,21 @@ TEXT = """# The head
 
 `from llmtrain.kernels import linear_cross_entropy`:
 
-    loss = linear_cross_entropy(x, weight, targets, reduction="mean", z_loss=0.0)
+    loss = linear_cross_entropy(x, weight, targets, *, reduction="mean", z_loss=0.0, chunk=None)
 
 x (N, d) and weight (V, d) are plain tensors, targets (N,) int64 with -100 where nothing is to be predicted. Logits are
 never whole: each chunk of rows becomes its own gradient in place, and dX and dW are formed at once in the forward, so
 that nothing is kept for the backward or computed again in it. What is upstream of the loss scales both gradients on
-the device. The loss comes in FP32 whatever x is in; dW is summed in FP32 and rounded once. By default a chunk is as
-large as keeps logits, dX and dW under 960 MiB.
+the device. The loss comes in FP32 (FP64 for FP64 x); dW is summed in FP32 and rounded once (on a CPU 16-bit products
+are rounded before they are summed). By default a chunk of rows, on a card, is as large as keeps logits, dX and dW under
+960 MiB, but 2048 rows at least: vocabularies of 100,000 and more take more. On a card nobody looks whether targets are
+below V, which would wait for it.
 
-Budget, against FP64 of the same bf16 inputs: loss 2e-6, relative; dX and dW 1e-2, relative L2. Errors in the table are
-multiples of that. F.linear_cross_entropy is asked for single losses, which are then reduced in FP32, because the mean
-that it returns has the dtype of x; without options it computes whole logits.
+Budget at the shape below, against FP64 of the same bf16 inputs: loss 2e-6, relative; dX and dW 1e-2, relative L2.
+Logits are rounded to bf16, so a single row's loss is off by some 2^-9 of its logits, which averages out over many rows:
+few rows, or logits far from 0, are outside. Errors in the table are multiples of the budget. F.linear_cross_entropy is
+asked for single losses, which are then reduced in FP32, because the mean that it returns has the dtype of x; without
+options it computes whole logits.
 
 `train` uses the same kernel on FP32 master weights, whose gradients are written in place. `llmtrain bench head` times
 other shapes.

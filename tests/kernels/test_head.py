@@ -120,6 +120,7 @@ X, W, T = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, -100, 3, 3, 
     [
         ("x", {"x": torch.randn(2, 3, 4)}),
         ("x", {"x": torch.ones(6, 4, dtype=torch.int64)}),
+        ("x", {"x": X.to(torch.float8_e4m3fn)}),
         ("weight", {"weight": torch.randn(9, 5)}),
         ("weight", {"weight": torch.randn(9)}),
         ("weight", {"weight": W.to("meta")}),

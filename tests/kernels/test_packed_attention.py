@@ -184,6 +184,9 @@ Q, CU = torch.randn(10, 4, 16), torch.tensor([0, 4, 10])
         ("cu_seqlens", {"max_seqlen": 5}),
         ("max_seqlen", {"max_seqlen": 11}),
         ("window", {"window": 0}),
+        ("window", {"window": 2.5}),
+        ("max_seqlen", {"max_seqlen": 6.0}),
+        ("q", {"q": Q.to(torch.float8_e5m2)}),
     ],
 )
 def test_what_is_wrong_is_named(name, changed):
