@@ -51,7 +51,8 @@ overflow before their signs meet (the reference, which runs elsewhere than on a 
 summed by programs of their own in the launch that computes dx, which saves a launch. How work is shared out follows
 from the shape alone, so `deterministic=True` (the default) gives the same bits on every run and on cards with any
 number of processors. `deterministic=False` may add the programs' sums up by atomic additions, in windows where that was
-measured to be faster, and at widths that are not measured.
+measured to be faster, and at widths that are not measured; those sums have no such room. Rows whose squares FP32 cannot
+add up (beyond 2^63) are outside the budget, and so is dx where dy is near the largest FP32.
 
 Which program runs at (H, T) is a table, `kernels/rmsnorm_table.py`, which `scripts/bench/rmsnorm_routes.py` writes from
 measurements: accuracy first, time second. A program qualifies for a window of T where its dw holds the budget and is no

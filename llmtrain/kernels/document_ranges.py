@@ -67,6 +67,7 @@ def document_ranges(cu_seqlens: Tensor, total: int, window: int | None) -> Tenso
     its first key is `total`."""
     if choose("document_ranges", cu_seqlens) != TRITON:
         return document_ranges_reference(cu_seqlens, total, window)
+    cu_seqlens = cu_seqlens.contiguous()
     ranges = torch.empty(2, total, dtype=torch.int32, device=cu_seqlens.device)
     last = len(cu_seqlens) - 1
     block = 256

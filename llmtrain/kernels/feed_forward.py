@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import TRITON, choose
+from llmtrain.kernels.derivatives import first_derivative
 from llmtrain.kernels.fp8 import (
     E4M3,
     E5M2,
@@ -149,7 +149,7 @@ class _EightBitFeedForward(torch.autograd.Function):
         return into
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> Any:
         (gate_up, down), (of_first, of_second) = ctx.weights, ctx.eight
         wants_dx, wants_first, wants_second = ctx.needs_input_grad[:3]

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import FLOATS
 from llmtrain.kernels.cross_entropy import IGNORED, chunk_rows, cross_entropy_in_place, logits_buffer
+from llmtrain.kernels.derivatives import first_derivative
 
 MEMORY_BYTES = 960 << 20
 """On a GPU: what a chunk of logits, dX and dW take together, where that leaves the chunk LEAST_ROWS."""
@@ -36,7 +36,8 @@ def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
     if dw.dtype == x.dtype:
         dw.addmm_(dlogits.T, x, beta=0 if first else 1)
     elif not dw.is_cuda:  # CPU matmuls round what they give to the operands' dtype
-        product = dlogits.T @ x
+        fits = dlogits.dtype != torch.float16  # whose range sums over many rows leave
+        product = dlogits.T @ x if fits else dlogits.T.float() @ x.float()
         dw.copy_(product) if first else dw.add_(product)
     elif first:
         torch.mm(dlogits.T, x, out_dtype=dw.dtype, out=dw)
@@ -68,17 +69,20 @@ class _Head(torch.autograd.Function):
                 _accumulate(dw, logits, x[part], begin == 0)
         del buffer, logits  # before dW may need a copy in another dtype
         ctx.scale = 1 / (targets != IGNORED).sum().to(wide) if mean else None
-        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        ctx.dtype = weight.dtype
+        # Of the mean it is some thousand times as large here as it will be: FP16 has no room for that.
+        early = weight.dtype != torch.float16
+        ctx.save_for_backward(dx, dw.to(weight.dtype) if early and dw is not None else dw)
         total = losses.sum() + zs.sum()
         return total if ctx.scale is None else total * ctx.scale
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, upstream: Tensor) -> Any:
         factor = upstream if ctx.scale is None else upstream * ctx.scale
         # In FP32 whatever the gradient's dtype: a scalar does not widen it.
-        scaled = [None if gradient is None else gradient * factor for gradient in ctx.saved_tensors]
-        return *scaled, None, None, None, None, None
+        dx, dw = (None if gradient is None else gradient * factor for gradient in ctx.saved_tensors)
+        return dx, None if dw is None else dw.to(ctx.dtype), None, None, None, None, None
 
 
 def check(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, reduction: str, chunk: int | None) -> None:
@@ -104,7 +108,7 @@ def check(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, reduction: 
         raise ValueError(f"z_loss: 0 or more wanted, not {z_loss}")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction: sum or mean wanted, not {reduction!r}: single losses would need logits again")
-    if chunk is not None and chunk < 1:
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk: 1 row or more wanted, not {chunk}")
 
 
@@ -127,4 +131,4 @@ def linear_cross_entropy(
     check(x, weight, targets, z_loss, reduction, chunk)
     if chunk is None:
         chunk = rows_at_once(len(x), len(weight), x.shape[1], x.dtype, x.device)
-    return _Head.apply(x, weight, targets, z_loss, reduction == "mean", chunk, torch.is_grad_enabled())
+    return _Head.apply(x, weight, targets, float(z_loss), reduction == "mean", chunk, torch.is_grad_enabled())

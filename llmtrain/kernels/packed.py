@@ -260,4 +260,4 @@ def packed_attention(
     """
     check(q, k, v, cu_seqlens, window, max_seqlen)
     backend = choose_backend(q, len(cu_seqlens) - 1, window, max_seqlen)
-    return _forward(q, k, v, cu_seqlens, window, max_seqlen or len(q), backend)[0]
+    return _forward(q, k, v, cu_seqlens.contiguous(), window, max_seqlen or len(q), backend)[0]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import FLOATS, TRITON, choose
+from llmtrain.kernels.derivatives import first_derivative
 from llmtrain.kernels.partials import add_partials, launches_early
 from llmtrain.kernels.rmsnorm_routes import (
     ATOMIC,
@@ -27,7 +27,7 @@ from llmtrain.kernels.rmsnorm_routes import (
     block_of,
     forward_route,
 )
-from llmtrain.kernels.weight import deliver_gradient, delivered, gradient_target, is_in_place
+from llmtrain.kernels.weight import deliver_gradient, delivered, gradient_target, is_in_place, version
 
 try:
     import triton
@@ -306,17 +306,17 @@ class _RMSNorm(torch.autograd.Function):
         else:
             y, h, rstd = rmsnorm_forward_reference(x, residual, weight.detach(), eps)
             h = h.clone() if fork else h
-        ctx.weight, ctx.weight_version, ctx.deterministic = weight, weight._version, deterministic
+        ctx.weight, ctx.weight_version, ctx.deterministic = weight, version(weight), deterministic
         ctx.save_for_backward(x if fork else h, rstd)
         return (y, h) if fork or residual is not None else y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor, dh: Tensor | None = None) -> Any:
         h, rstd = ctx.saved_tensors
         weight = ctx.weight
         # Not saved as the rows are: what is delivered to must be the very parameter, not what a hook unpacks.
-        if weight._version != ctx.weight_version:
+        if version(weight) != ctx.weight_version:
             raise RuntimeError("rmsnorm: the weight was modified in place between the forward and the backward")
         if ctx.chosen == TRITON:
             target, add = gradient_target(weight)
@@ -329,26 +329,27 @@ class _RMSNorm(torch.autograd.Function):
         return dx, (dx if ctx.needs_input_grad[1] else None), dw, None, None, None
 
 
-def require_rows(x: Tensor, weight: Tensor, eps: float, **like_x: Tensor | None) -> None:
-    """Raise ValueError naming the argument that does not fit; `like_x` must have the shape, dtype and device of x."""
+def require_rows(x: Tensor, weight: Tensor, eps: float, name: str = "x", **like_x: Tensor | None) -> None:
+    """Raise ValueError naming the argument that does not fit; `like_x` must have the shape, dtype and device of x,
+    whose name is `name`."""
     if x.dtype not in FLOATS:
-        raise ValueError(f"x: floating-point rows wanted, not {x.dtype}")
+        raise ValueError(f"{name}: floating-point rows wanted, not {x.dtype}")
     if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x: shape {tuple(x.shape)} has no last dimension to norm over")
+        raise ValueError(f"{name}: shape {tuple(x.shape)} has no last dimension to norm over")
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight: shape {tuple(weight.shape)}, but rows of x are {x.shape[-1]} wide")
+        raise ValueError(f"weight: shape {tuple(weight.shape)}, but rows of {name} are {x.shape[-1]} wide")
     if weight.dtype not in FLOATS:
         raise ValueError(f"weight: a floating-point weight wanted, not {weight.dtype}")
     if weight.device != x.device:
-        raise ValueError(f"weight: on {weight.device}, but x is on {x.device}")
+        raise ValueError(f"weight: on {weight.device}, but {name} is on {x.device}")
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: must be 0 or more, not {eps}")
-    for name, tensor in like_x.items():
+    for other, tensor in like_x.items():
         if tensor is None:
             continue
         for what in ("shape", "dtype", "device"):
             if getattr(tensor, what) != getattr(x, what):
-                raise ValueError(f"{name}: {what} {getattr(tensor, what)}, but that of x is {getattr(x, what)}")
+                raise ValueError(f"{other}: {what} {getattr(tensor, what)}, but that of {name} is {getattr(x, what)}")
 
 
 def rmsnorm(
@@ -363,7 +364,7 @@ def rmsnorm(
     fit.
     """
     require_rows(x, weight, eps, residual=residual)
-    return _RMSNorm.apply(x, residual, weight, eps, False, deterministic)
+    return _RMSNorm.apply(x, residual, weight, float(eps), False, bool(deterministic))
 
 
 def rmsnorm_fork(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -378,8 +379,8 @@ def rmsnorm_forward(
     require_rows(x, weight, eps, residual=residual)
     with torch.no_grad():
         if choose("rmsnorm", x) == TRITON:
-            return _forward(x, residual, weight, eps)
-        return rmsnorm_forward_reference(x, residual, weight, eps)
+            return _forward(x, residual, weight, float(eps))
+        return rmsnorm_forward_reference(x, residual, weight, float(eps))
 
 
 def rmsnorm_backward(
@@ -390,7 +391,7 @@ def rmsnorm_backward(
     dy: (..., H), dh: the gradient that reaches h past the norm, or None; the gradient of a residual is dx too. Raises
     ValueError naming the argument that does not fit.
     """
-    require_rows(h, weight, 0.0, dy=dy, dh=dh)
+    require_rows(h, weight, 0.0, name="h", dy=dy, dh=dh)
     if rstd.shape != h.shape[:-1] or rstd.device != h.device:
         raise ValueError(f"rstd: {tuple(rstd.shape)} on {rstd.device}, but {tuple(h.shape[:-1])} on {h.device} wanted")
     if rstd.dtype not in FLOATS:
@@ -399,5 +400,5 @@ def rmsnorm_backward(
         if choose("rmsnorm", h) != TRITON:
             return rmsnorm_backward_reference(dy, dh, h, weight, rstd)
         dw = torch.empty(weight.shape, dtype=torch.float32, device=h.device)
-        route = backward_route(rstd.numel(), h.shape[-1], deterministic)
+        route = backward_route(rstd.numel(), h.shape[-1], bool(deterministic))
         return _backward(dy, dh, h, weight, rstd.float().contiguous(), dw, False, route), dw

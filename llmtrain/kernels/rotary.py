@@ -1,14 +1,16 @@
 """Rotary positions (Su et al. 2021, halves convention) on a packed qkv, with the split into heads and QK-norm."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import FLOATS, TRITON, choose
+from llmtrain.kernels.derivatives import first_derivative
 from llmtrain.kernels.partials import deliver_partials
 from llmtrain.kernels.rmsnorm import rmsnorm
+from llmtrain.kernels.weight import version
 
 # In kernels tuples of tensors grow while a loop is unrolled.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -266,18 +268,18 @@ class _RotaryQKV(torch.autograd.Function):
             num_warps=warps,
         )  # fmt: skip
         ctx.weights = (q_norm, k_norm)
-        ctx.versions = [None if w is None else w._version for w in ctx.weights]
+        ctx.versions = [None if w is None else version(w) for w in ctx.weights]
         ctx.heads = (n_heads, n_kv_heads)
         ctx.eps = eps
         ctx.save_for_backward(cos, sin, None if q_norm is None or k_norm is None else qkv)
         return q, k, heads[:, :, n_heads + n_kv_heads :]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
         cos, sin, qkv = ctx.saved_tensors
         q_norm, k_norm = ctx.weights
-        if [None if w is None else w._version for w in ctx.weights] != ctx.versions:
+        if [None if w is None else version(w) for w in ctx.weights] != ctx.versions:
             raise RuntimeError("rotary_qkv: a norm's weight was modified in place between the forward and the backward")
         n_heads, n_kv_heads = ctx.heads
         # The kernel's offsets of heads are 32 bits wide.
@@ -313,15 +315,18 @@ def require_qkv(
     n_kv_heads: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    eps: float,
 ) -> None:
     """Raise ValueError naming the argument of `rotary_qkv` that does not fit."""
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: must be 0 or more, not {eps}")
     for name, number in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
         if number < 1:
             raise ValueError(f"{name}: must be at least 1, not {number}")
     heads = n_heads + 2 * n_kv_heads
     if qkv.dtype not in FLOATS:
         raise ValueError(f"qkv: a floating-point tensor wanted, not {qkv.dtype}")
-    if qkv.dim() != 3 or qkv.shape[-1] % (2 * heads):
+    if qkv.dim() != 3 or not qkv.shape[-1] or qkv.shape[-1] % (2 * heads):
         raise ValueError(f"qkv: (B, T, {heads} heads of an even width) wanted, not {tuple(qkv.shape)}")
     b, t, width = qkv.shape
     head_dim = width // heads
@@ -336,8 +341,8 @@ def require_qkv(
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{'q_norm' if q_norm is None else 'k_norm'}: given for one of q and k, it is wanted for both")
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None and weight.shape != (head_dim,):
-            raise ValueError(f"{name}: ({head_dim},) wanted, not {tuple(weight.shape)}")
+        if weight is not None and (weight.shape != (head_dim,) or weight.dtype not in FLOATS):
+            raise ValueError(f"{name}: ({head_dim},) of floats wanted, not {tuple(weight.shape)} of {weight.dtype}")
     for name, other in (("cos", cos), ("sin", sin), ("q_norm", q_norm), ("k_norm", k_norm)):
         if other is not None and other.device != qkv.device:
             raise ValueError(f"{name}: on {other.device}, but qkv is on {qkv.device}")
@@ -356,11 +361,12 @@ def rotary_qkv(
     """Splits qkv (B, T, (n_heads + 2 n_kv_heads) * D) into heads, normalises q and k where weights (D,) are given,
     and rotates them. cos, sin: (T, D/2) or (B, T, D/2), as of `rotary_tables`. Returns q (B, T, n_heads, D), k, v (B,
     T, n_kv_heads, D). Raises ValueError naming the argument that does not fit."""
-    require_qkv(qkv, cos, sin, n_heads, n_kv_heads, q_norm, k_norm)
+    require_qkv(qkv, cos, sin, n_heads, n_kv_heads, q_norm, k_norm, eps)
     if choose("rotary", qkv) == TRITON:
-        return _RotaryQKV.apply(qkv, cos, sin, n_heads, n_kv_heads, q_norm, k_norm, eps)
-    b, t, _ = qkv.shape
-    heads = qkv.view(b, t, n_heads + 2 * n_kv_heads, -1)
+        return _RotaryQKV.apply(qkv, cos, sin, n_heads, n_kv_heads, q_norm, k_norm, float(eps))
+    b, t, width = qkv.shape
+    n = n_heads + 2 * n_kv_heads
+    heads = qkv.view(b, t, n, width // n)
     q, k, v = heads.split([n_heads, n_kv_heads, n_kv_heads], 2)
     if q_norm is not None and k_norm is not None:
         q, k = rmsnorm(q, q_norm, eps), rmsnorm(k, k_norm, eps)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from llmtrain.kernels.choice import FLOATS, TRITON, choose
+from llmtrain.kernels.derivatives import first_derivative
 
 try:
     import triton
@@ -111,7 +111,7 @@ class _SwiGLU(torch.autograd.Function):
         return (_forward if ctx.chosen == TRITON else swiglu_forward_reference)(gate_up)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         return (_backward if ctx.chosen == TRITON else swiglu_backward_reference)(dy, gate_up)

@@ -49,6 +49,11 @@ def waits(weight: Tensor, deliver: Callable[[], object]) -> bool:
     return True
 
 
+def version(x: Tensor) -> int | None:
+    """Counts writes in place; of a tensor of inference mode, which no backward will see, None."""
+    return None if x.is_inference() else x._version
+
+
 def operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`: itself, its cached narrow copy, or a fresh cast. Same shape as the weight."""
     if weight.dtype == dtype:

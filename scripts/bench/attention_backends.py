@@ -34,10 +34,11 @@ TEXT = """# Attention within documents
 q (total, H, D), k and v (total, Hkv, D) are the tokens of all documents laid end to end; `cu_seqlens` says where each
 ends and is filled up by repeating its last border, so shapes stay the same whatever the mix of documents. A token sees
 its own document up to itself, with `window` the last so many tokens. Tokens behind the last document cost next to
-nothing and give 0; they must be finite. On a card nobody looks whether `cu_seqlens` is in order and no document longer
-than `max_seqlen`, which would wait for it: then results are wrong. It is one operator to torch.compile and can be
-captured in a CUDA graph after a first call. Its backward gives the same bits every time with our kernel, with cuDNN
-where torch's deterministic algorithms are asked for.
+nothing and give 0. q, k and v must be finite: what is not may show in any row near it, of other documents too. On a
+card nobody looks whether `cu_seqlens` is in order and no document longer than `max_seqlen`, which would wait for it:
+then results are wrong. It is one operator to torch.compile and can be captured in a CUDA graph after a first call. Its
+backward gives the same bits every time with our kernel, with cuDNN where torch's deterministic algorithms are asked
+for.
 
 cuDNN's graph API (the extra `cudnn`) takes 16 bits and heads up to 128, needs `max_seqlen`, and is slow where
 `cu_seqlens` has far more slots than documents. Our kernel needs neither and is chosen for short documents. Budget:

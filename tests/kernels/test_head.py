@@ -63,6 +63,15 @@ def test_16_bit_inputs_give_an_fp32_loss_and_gradients_of_their_own_dtype():
         assert (ours.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
+def test_a_weight_in_fp16_has_room_for_the_gradient_of_a_mean_over_many():
+    x, weight = torch.full((1000, 8), 100.0).half(), (torch.randn(64, 8) * 0.01).half().requires_grad_()
+    targets = torch.zeros(1000, dtype=torch.int64)
+    linear_cross_entropy(x, weight, targets).backward()
+    wide = weight.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(x.double() @ wide.T, targets).backward()
+    assert weight.grad.dtype == torch.float16 and (weight.grad.double() - wide.grad).norm() < 1e-2 * wide.grad.norm()
+
+
 def test_a_weight_in_fp32_gets_its_gradient_in_fp32():
     x, weight, targets = inputs(50, 16, 30, torch.bfloat16)
     weight = weight.detach().float().requires_grad_()

@@ -4,13 +4,23 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmtrain.kernels import choice, rmsnorm, rmsnorm_backward, rmsnorm_forward, rotary_qkv, rotary_tables, swiglu
+from llmtrain.kernels import (
+    choice,
+    linear_cross_entropy,
+    rmsnorm,
+    rmsnorm_backward,
+    rmsnorm_forward,
+    rotary_qkv,
+    rotary_tables,
+    swiglu,
+)
 from tests.kernels.exactness import assert_rounded
 
 BOTH = pytest.mark.parametrize("implementation", ["reference", "triton"])
@@ -108,12 +118,41 @@ def test_a_weight_that_was_modified_before_the_backward_is_an_error(implementati
             y.sum().backward()
 
 
-@pytest.mark.parametrize("op", [lambda x: rmsnorm(x, torch.ones(8)), swiglu])
-def test_a_second_derivative_is_refused_rather_than_wrong(op):
+SECOND = {
+    "rmsnorm": lambda x: rmsnorm(x, torch.ones(8)),
+    "swiglu": swiglu,
+    "head": lambda x: linear_cross_entropy(x, torch.ones(9, 8), torch.tensor([0, 5, 8])),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("upstream", [Tensor.sum, lambda y: y.square().sum()], ids=["sum", "squares"])
+@pytest.mark.parametrize("op", SECOND.values(), ids=SECOND)
+def test_a_second_derivative_is_refused_rather_than_wrong(implementation, op, upstream):
     x = torch.randn(3, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    with choice.forced(implementation), pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(upstream(op(x)), x, create_graph=True)
+
+
+@BOTH
+def test_ops_run_in_inference_mode(implementation):
+    x, qkv = torch.randn(3, 8), torch.randn(2, 5, 64)
+    with torch.inference_mode(), choice.forced(implementation):
+        assert torch.equal(rmsnorm(x.clone(), torch.ones(8)), rmsnorm_forward(x, torch.ones(8))[0])
+        assert len(rotated(qkv=qkv, q_norm=torch.ones(8), k_norm=torch.ones(8))) == 3
+
+
+@BOTH
+def test_settings_may_be_numbers_of_any_kind(implementation):
+    x = torch.randn(3, 8)
+    with choice.forced(implementation):
+        for eps in (np.float32(1e-6), torch.tensor(1e-6)):
+            assert torch.equal(rmsnorm(x, torch.ones(8), eps), rmsnorm(x, torch.ones(8), float(eps)))
+
+
+def test_a_rotation_of_no_tokens_is_empty():
+    q, k, v = rotated(qkv=torch.randn(0, 5, 64))
+    assert q.shape == (0, 5, 4, 8) and k.shape == v.shape == (0, 5, 2, 8)
 
 
 def wrong(name: str, call, **changed):
@@ -164,6 +203,10 @@ def rotated(**changed):
         wrong("cos", rotated, cos=torch.ones(4, 4)),
         wrong("sin", rotated, sin=torch.ones(5, 4, device="meta")),
         wrong("cos", rotated, cos=torch.ones(5, 4, dtype=torch.int32)),
+        wrong("qkv", rotated, qkv=torch.ones(2, 5, 0)),
+        wrong("eps", rotated, eps=-1.0),
+        wrong("q_norm", rotated, q_norm=torch.ones(8, dtype=torch.int64), k_norm=torch.ones(8)),
+        wrong("h", norm_back, h=torch.ones(3, 8, dtype=torch.int64)),
         wrong("head_dim", lambda head_dim: rotary_tables(5, head_dim, 1e4, "cpu"), head_dim=15),
         wrong("n_heads", rotated, n_heads=0),
         wrong("n_kv_heads", rotated, n_kv_heads=-1),

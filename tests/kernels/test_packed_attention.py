@@ -195,6 +195,14 @@ def test_what_is_wrong_is_named(name, changed):
         packed_attention(**arguments)
 
 
+@pytest.mark.parametrize("implementation", [choice.REFERENCE, choice.TRITON])
+def test_borders_of_any_stride_will_do(implementation):
+    apart = torch.stack([CU, CU * 0 + 7], 1)[:, 0]
+    with choice.forced(implementation, "packed_attention", "document_ranges"):
+        wanted, got = (packed_attention(Q, Q[:, :2], Q[:, 2:], borders) for borders in (CU, apart))
+    assert torch.equal(got, wanted)
+
+
 def test_a_backend_asked_for_by_name_runs_or_says_why_not():
     assert "compute capability" in why_not("cudnn", Q, 10)
     with choice.forced("cudnn", "packed_attention"), pytest.raises(RuntimeError, match="packed_attention: cudnn needs"):
