@@ -60,6 +60,40 @@ def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monk
     assert "WRONG: small, block: y, off by" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("lost", [slice(64, None), slice(127, 128)], ids=["the second half", "the last row"])
+@pytest.mark.parametrize(("method", "product"), [("multiply", "y"), ("input_gradient", "dX"), ("weight_gradient", "dW")])
+def test_rows_that_a_product_in_eight_bits_lacks_are_seen_wherever_they_are(monkeypatch, method, product, lost):
+    check = script("check_fp8")
+    right = getattr(check.FineWeight, method)
+
+    def lacks(own, *operands):
+        y = right(own, *operands)
+        y[lost] = 0
+        return y
+
+    monkeypatch.setattr(check.FineWeight, method, lacks)
+    record = check.linear_record("small", "rowwise", (128, 128, 128), check.torch.device("cpu"), 1)
+    assert [words.split(",")[0] for words in record["wrong"]] == [product]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_of_any_expert_that_a_product_lacks_are_seen(monkeypatch, transposed):
+    check = script("check_fp8")
+    size = check.torch.device("cpu"), 64, 32, 48, 4
+    assert check.experts_record(*size)["wrong"] == []
+    right = check.Fp8Experts.multiply
+
+    def lacks(own, x, inverse, ends, transposed_now):
+        y = right(own, x, inverse, ends, transposed_now)
+        if transposed_now == transposed:
+            y[ends[0] - 1 :][:1] = 0  # at a border; where the first expert has none, the last row of all
+        return y
+
+    monkeypatch.setattr(check.Fp8Experts, "multiply", lambda *given, transposed: lacks(*given, transposed))
+    wrong, way = check.experts_record(*size)["wrong"], ", transposed" if transposed else ""
+    assert [words.split(", off")[0] for words in wrong] == [f"spread{way}", f"all on one{way}"]
+
+
 def test_each_arm_climbs_to_its_own_best_micro_batch():
     precision = script("precision")
     rates = {1: 5, 2: 10, 4: 20, 8: 30, 16: 25, 32: 99}
