@@ -39,6 +39,7 @@ def test_a_script_smokes_and_leaves_docs_alone(name, tmp_path, monkeypatch, caps
     if name == "kernel_ladder":
         assert [r["status"] for r in data["rungs"]] == ["ok"] * 5 and not [r for r in data["products"] if "reason" in r]
         assert all((r["relative_error"] > 0.01) == r["eight_bit"] for r in data["rungs"])
+        assert all((min(r["gradients"].values()) > 0.01) == r["eight_bit"] for r in data["rungs"])
         text = output.read_text()
         assert "times grouped and fused, bf16" in text and text.count("times loop over experts, bf16") == 1
     else:
@@ -60,8 +61,71 @@ def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monk
     assert "WRONG: small, block: y, off by" in capsys.readouterr().out
 
 
+@pytest.fixture
+def ladder(monkeypatch):
+    """kernel_ladder.py, whose steps are taken but not timed."""
+    module = script("kernel_ladder")
+    monkeypatch.setattr(module, "milliseconds", lambda run, *_, **__: 1.0)
+    return module
+
+
+def wrong_rungs(ladder) -> list[tuple[str, str]]:
+    inputs = ladder.Inputs(ladder.Layer(96, 64, 32, 2, 2), 4, ladder.torch.device("cpu"))
+    return [(r["rung"], what.split(" off")[0]) for r in ladder.rung_records(inputs, 4, 1) for what in ladder.faults(r)]
+
+
+@pytest.mark.parametrize("wrong", ["dx", "d router", "d gate and up", "d down"])
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bf16", "eight bits"])
+def test_a_rung_whose_gradient_lacks_a_sequence_or_an_expert_is_named(ladder, monkeypatch, eight_bit, wrong):
+    right = ladder.Inputs.step
+    of_rung = ladder.RUNGS[2 if eight_bit else 1]
+
+    def step(inputs, rung):
+        right(inputs, rung)
+        if rung is of_rung:
+            dict(zip(ladder.GRADIENTS, (inputs.x, *inputs.weights), strict=True))[wrong].grad[-1] = 0
+
+    assert wrong_rungs(ladder) == []
+    monkeypatch.setattr(ladder.Inputs, "step", step)
+    assert wrong_rungs(ladder) == [(of_rung.name, wrong)]
+
+
+def test_gradients_that_an_earlier_rung_left_do_not_count(ladder, monkeypatch):
+    right = ladder.Inputs.step
+
+    def delivers_nothing(inputs, rung):
+        if rung is ladder.RUNGS[1]:
+            inputs.x.grad = ladder.torch.zeros_like(inputs.x)
+        else:
+            right(inputs, rung)
+
+    monkeypatch.setattr(ladder.Inputs, "step", delivers_nothing)
+    assert {rung for rung, _ in wrong_rungs(ladder)} == {ladder.GROUPED} and len(wrong_rungs(ladder)) == 4
+
+
+def test_an_output_in_eight_bits_that_is_far_off_is_named(ladder, monkeypatch):
+    right = ladder.Inputs.forward
+    doubled = lambda own, rung, into: right(own, rung, into) * (1 + rung.eight_bit)  # noqa: E731
+    monkeypatch.setattr(ladder.Inputs, "forward", doubled)
+    assert {rung for rung, what in wrong_rungs(ladder) if what == "output"} == {ladder.GROUPED_FP8, ladder.FUSED_FP8}
+
+
+def test_the_gradient_of_every_expert_counts_in_the_products(ladder, monkeypatch):
+    right = ladder.deliver_grouped_product
+
+    def lacks_the_last(weight, *given, **more):
+        right(weight, *given, **more)
+        weight.grad[-1] = 0
+
+    inputs = ladder.Inputs(ladder.Layer(96, 64, 32, 2, 2), 4, ladder.torch.device("cpu"))
+    inputs.step(ladder.RUNGS[0])
+    assert not [what for r in ladder.product_records(inputs, 4, 1) for what in ladder.faults(r)]
+    monkeypatch.setattr(ladder, "deliver_grouped_product", lacks_the_last)
+    assert [what for r in ladder.product_records(inputs, 4, 1) for what in ladder.faults(r)] == ["dW off by 1"]
+
+
 @pytest.mark.parametrize("lost", [slice(64, None), slice(127, 128)], ids=["the second half", "the last row"])
-@pytest.mark.parametrize(("method", "product"), [("multiply", "y"), ("input_gradient", "dX"), ("weight_gradient", "dW")])
+@pytest.mark.parametrize("method, product", [("multiply", "y"), ("input_gradient", "dX"), ("weight_gradient", "dW")])
 def test_rows_that_a_product_in_eight_bits_lacks_are_seen_wherever_they_are(monkeypatch, method, product, lost):
     check = script("check_fp8")
     right = getattr(check.FineWeight, method)
