@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.model.config import ModelConfig
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
+CONFIGS = Path(__file__).parents[2] / "configs"
 MACHINE = {"card": None, "cpu": "a", "cores": 1, "versions": {}, "system": "b", "contended": [], "taken": "now"}
 SHAPE = Shape(ModelConfig(vocab_size=64, max_seq_len=16), batch_size=8, seq_len=16)
 
@@ -46,6 +48,54 @@ def test_a_script_smokes_and_leaves_docs_alone(name, tmp_path, monkeypatch, caps
         errors = {(r["dtype"], r["sums"], r["parts"]): r["error"] for r in data["rows"]}
         halves = [errors["float16", "fp16, Triton", parts] for parts in (8, 4, 1)]
         assert errors["float16", "FP32, Triton", 1] < halves[0] < halves[1] < halves[2], "the longer the sum, the worse"
+
+
+def test_half_sums_that_are_cut_short_are_in_the_file_with_what_is_missing(monkeypatch, tmp_path):
+    half, output = script("half_accumulate"), tmp_path / "half.json"
+    monkeypatch.setattr(sys, "argv", ["half_accumulate", "--smoke", "--output", str(output)])
+    made = half.products
+
+    def ended(a, b, sums, *more):
+        if sums == half.HALF:
+            raise KeyboardInterrupt
+        return made(a, b, half.CUBLAS, *more)
+
+    monkeypatch.setattr(half, "products", ended)
+    with pytest.raises(KeyboardInterrupt):
+        half.main()
+    data = json.loads(output.read_text())
+    assert [r["sums"] for r in data["rows"]] == [half.CUBLAS, half.CUBLAS, half.FULL] and len(data["missing"]) == 3
+
+
+def test_a_models_update_is_measured_with_the_workspace_of_its_own_run(monkeypatch, tmp_path):
+    newton, seen = script("newton_schulz"), []
+    monkeypatch.setattr(newton.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(newton.torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("cleared"), raising=False)
+
+    def measure(*_):
+        seen.append(os.environ.get(newton.WORKSPACE))
+        os.environ.setdefault(newton.WORKSPACE, ":0:0")  # as `spare_workspace` does
+        return {}
+
+    monkeypatch.setattr(newton, "measure", measure)
+    words = [word for name in ("102m", "1b") for word in ("--config", f"{CONFIGS}/{name}.toml", "--batch-size", "4")]
+    monkeypatch.setattr(sys, "argv", ["newton_schulz", *words, "--output", str(tmp_path / "x.json")])
+    for given in (None, ":4096:8"):
+        if given is None:
+            monkeypatch.delenv(newton.WORKSPACE, raising=False)
+        else:
+            monkeypatch.setenv(newton.WORKSPACE, given)
+        seen.clear()
+        newton.main()
+        assert seen == [given, "cleared"] * 2 and os.environ.get(newton.WORKSPACE) == given
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_singular_values_by_the_gram_matrix_are_those_of_the_svd(shape):
+    newton = script("newton_schulz")
+    x = newton.torch.randn(shape, generator=newton.torch.Generator().manual_seed(0))
+    expected = newton.torch.linalg.svdvals(x.double()).flip(0)
+    newton.torch.testing.assert_close(newton.singular_values(x), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monkeypatch, capsys, tmp_path):
