@@ -181,6 +181,7 @@ def test_experiments_that_are_begun_at_once_tokenize_once(script, tmp_path, monk
 
     def slowly(*command: str) -> str:
         calls.append(command[0])
+        (data / "tokenizer.json").write_text("{}")
         time.sleep(0.2)
         for name in ("corpus.u16.json", "corpus.val.u16.json"):
             (data / name).write_text('{"tokens": 1, "documents": 1, "vocab_size": 1, "engine": {}}')
@@ -193,3 +194,39 @@ def test_experiments_that_are_begun_at_once_tokenize_once(script, tmp_path, monk
     for thread in threads:
         thread.join()
     assert calls == ["train-tokenizer", "tokenize-corpus"]
+
+
+def test_a_tokenizer_that_came_along_is_taken_where_it_is_of_the_same_text(script, tmp_path, monkeypatch):
+    data, calls = tmp_path / "data", []
+    data.mkdir()
+    text, tokenizer, record = data / "text.jsonl.gz", data / "tokenizer.json", data / "tokenizer.origin.json"
+    text.write_bytes(b"text")
+
+    def quickly(*command: str) -> str:
+        calls.append(command[0])
+        if command[0] == "train-tokenizer":
+            tokenizer.write_bytes(b"of " + text.read_bytes())
+        for name in ("corpus.u16.json", "corpus.val.u16.json"):
+            (data / name).write_text('{"tokens": 1, "documents": 1, "vocab_size": 1, "engine": {}}')
+        return ""
+
+    def trained_anew() -> bool:
+        """On a machine that has the text and what lies beside it, but no corpus."""
+        (data / "corpus.json").unlink(missing_ok=True)
+        calls.clear()
+        script.prepare(data)
+        assert calls[-1] == "tokenize-corpus" and (data / "corpus.json").exists()
+        return calls[:-1] == ["train-tokenizer"]
+
+    monkeypatch.setattr(script, "llmtrain", quickly)
+    assert trained_anew() and not trained_anew()
+    for spoil in (
+        lambda: text.write_bytes(b"another text"),
+        lambda: tokenizer.write_bytes(b"of something else"),
+        tokenizer.unlink,
+        record.unlink,
+        lambda: record.write_bytes(b"torn"),
+        lambda: monkeypatch.setattr(script, "VOCAB_SIZE", "4096"),
+    ):
+        spoil()
+        assert trained_anew() and not trained_anew()

@@ -3,9 +3,9 @@
     python scripts/bench/check_fp8.py [--quick] [--output docs/data/fp8-check.json]
 
 Of each linear: the kernels' bits are the reference's, both ways round; y, dX and dW are the products of the quantised
-numbers (by FP64 matmuls of some rows), and the same bits a second time; and what each costs beside bf16. Then experts,
-of which some get nothing. What the file holds of other shapes stays. Exits 1 where anything is wrong. `--smoke` does it
-with small shapes on the CPU, whose products are emulated.
+numbers (by FP64 matmuls of rows all over them), and the same bits a second time; and what each costs beside bf16. Then
+experts, of which some get nothing, by all of their rows, both ways round. What the file holds of other shapes stays.
+Exits 1 where anything is wrong. `--smoke` does it with small shapes on the CPU, whose products are emulated.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ SHAPES = {
 SMALL = {"small": (128, 384, 256)}
 SCALINGS = ("tensorwise", "rowwise", "block")
 WITHIN = {torch.bfloat16: 1e-2, torch.float32: 2e-3}
-"""Relative, in norm, of a product: its rounding, and sums that keep fewer bits than FP32's; of y and dX the quick ones.
-A scale in the wrong place is off by tens of percent."""
-SOME = 64
-"""Rows of a product that are compared with FP64's."""
+"""Relative, in norm, of a product and of each row of it by itself: its rounding, and sums that keep fewer bits than
+FP32's; of y and dX the quick ones. A scale in the wrong place is off by tens of percent."""
+SOME = 256
+"""Rows of a linear's product that are compared with FP64's: one of every tile of 128, where there are 32,768."""
 
 
 def weight_of(scaling: str, w: Tensor, x: Tensor, dy: Tensor) -> Fp8Weight | FineWeight:
@@ -62,6 +63,18 @@ def wide(eight: Fp8Weight | FineWeight, operand: Operand, which: str) -> Tensor:
     if isinstance(eight, Fp8Weight):
         return operand[0].double() * getattr(eight, which).inverse.double()
     return dequantised(operand, TILES if eight.by == BLOCK and which == "own" else eight.by).double()
+
+
+def spread_over(n: int, device: torch.device) -> Tensor:
+    """Indices of rows from the first of n to the last: what goes wrong may do so in the last tile alone."""
+    return torch.linspace(0, n - 1, min(n, SOME), dtype=torch.float64, device=device).round().long()
+
+
+def errors(y: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Of the whole, and of the worst row: one that is missing would be lost among thousands."""
+    off = y.double() - exact
+    of_rows = off.norm(dim=1) / exact.norm(dim=1).clamp_min(torch.finfo(exact.dtype).tiny)
+    return (off.norm() / exact.norm()).item(), of_rows.max().item()
 
 
 def both(operands: tuple[Operand | None, Operand | None]) -> list[Tensor]:
@@ -106,14 +119,17 @@ def linear_record(name: str, scaling: str, shape: tuple[int, int, int], device: 
     record: dict[str, Any] = {"case": name, "scaling": scaling}
     for product, (run, a, b, in_bf16) in products.items():
         y = run().clone()
-        exact = a[:SOME] @ b.T
-        error = ((y[:SOME].double() - exact).norm() / exact.norm()).item()
-        if not error <= WITHIN[y.dtype]:
-            wrong.append(f"{product}, off by {error:.2g}")
+        some = spread_over(len(y), device)
+        error, worst_row = errors(y[some], a[some] @ b.T)
+        if not (error <= WITHIN[y.dtype] and worst_row <= WITHIN[y.dtype]):  # NaN too
+            wrong.append(f"{product}, off by {error:.2g}, a row by {worst_row:.2g}")
         if not torch.equal(run(), y):
             wrong.append(f"{product} twice")
         ms, of_bf16 = milliseconds(run, device, samples), milliseconds(in_bf16, device, samples)
-        record[product] = {"error": error, "ms": ms, "bf16_ms": of_bf16, "tflops": 2 * n * n_in * n_out / ms / 1e9}
+        record[product] = {
+            "error": error, "worst_row": worst_row, "ms": ms, "bf16_ms": of_bf16,
+            "tflops": 2 * n * n_in * n_out / ms / 1e9,
+        }  # fmt: skip
     record["quantise_ms"] = {"x": milliseconds(inputs, device, samples), "dy": milliseconds(gradients, device, samples)}
     return record | {"wrong": wrong}
 
@@ -122,25 +138,31 @@ def experts_record(device: torch.device, tokens: int, d: int, f: int, n_experts:
     """Products of experts of which every third gets nothing, and all tokens on one."""
     generator, wrong = torch.Generator(device).manual_seed(0), []
     w = torch.randn(n_experts, f, d, generator=generator, device=device).bfloat16()
-    x = torch.randn(tokens, d, generator=generator, device=device).bfloat16()
     experts = Fp8Experts(w)
     experts.refresh(w)
     some = torch.arange(n_experts, device=device) % 3 != 2
     spread = (some.cumsum(0) * tokens // some.sum()).int()
     all_on_one = torch.where(torch.arange(n_experts, device=device) < n_experts // 2, 0, tokens).int()
-    x8, inverse = quantise_rows(x)
-    rows = x8.double() * inverse.double()[:, None]
-    for name, ends in (("spread", spread), ("all on one", all_on_one)):
-        y = experts.multiply(x8, inverse, ends, transposed=False)
-        owner = torch.searchsorted(ends, torch.arange(SOME, device=device, dtype=torch.int32), right=True)
-        matrices = experts.rows[owner].double() * experts.rows_inverse[owner].double()[:, :, None]
-        exact = torch.einsum("mi,moi->mo", rows[:SOME], matrices)
-        error = ((y[:SOME].double() - exact).norm() / exact.norm()).item()
-        if not error <= WITHIN[y.dtype]:
-            wrong.append(f"{name}, off by {error:.2g}")
-        if not torch.equal(experts.multiply(x8, inverse, ends, transposed=False), y):
-            wrong.append(f"{name} twice")
-    return {"case": f"{n_experts} experts", "scaling": "a row", "wrong": wrong}
+    record: dict[str, Any] = {"case": f"{n_experts} experts", "scaling": "a row"}
+    for way, width, matrices, scales in (
+        ("", d, experts.rows, experts.rows_inverse), (", transposed", f, experts.columns, experts.columns_inverse),
+    ):  # fmt: skip
+        x8, inverse = quantise_rows(torch.randn(tokens, width, generator=generator, device=device).bfloat16())
+        rows = x8.double() * inverse.double()[:, None]
+        for name, ends in ((f"spread{way}", spread), (f"all on one{way}", all_on_one)):
+            multiply = partial(experts.multiply, x8, inverse, ends, transposed=bool(way))
+            y, bounds = multiply(), [0, *ends.tolist()]
+            exact = torch.cat([
+                rows[begin:end] @ (matrices[e].double() * scales[e].double()[:, None]).T
+                for e, (begin, end) in enumerate(pairwise(bounds))
+            ])  # fmt: skip
+            error, worst_row = errors(y, exact)
+            if not (error <= WITHIN[y.dtype] and worst_row <= WITHIN[y.dtype]):
+                wrong.append(f"{name}, off by {error:.2g}, a row by {worst_row:.2g}")
+            if not torch.equal(multiply(), y):
+                wrong.append(f"{name} twice")
+            record[name] = {"error": error, "worst_row": worst_row}
+    return record | {"wrong": wrong}
 
 
 def main() -> int:

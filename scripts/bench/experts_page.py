@@ -47,13 +47,13 @@ def rung_rows(rungs: Sequence[dict[str, Any]]) -> list[list[str]]:
     for r in rungs:
         place = [f"{r['tokens']:,}", str(r["experts"]), r["rung"]]
         if r["status"] != "ok":
-            rows.append([*place, "failed", "", "", "", "", r["reason"]])
+            rows.append([*place, "failed", "", "", "", "", "", r["reason"]])
             continue
         before = by_name.get((r["tokens"], r["experts"], AGAINST.get(r["rung"], "")))
         gain = f"{before['ms'] / r['ms']:.2f} times {before['rung']}" if before else ""
         rows.append([
             *place, r["ran"], f"{r['forward_ms']:.3f}", f"{r['ms']:.3f}", figure(r["ulps"], ".1f"),
-            figure(r["relative_error"], ".2e"), gain,
+            figure(r["relative_error"], ".2e"), figure(max(r["gradients"].values()), ".2e"), gain,
         ])  # fmt: skip
     return rows
 
@@ -76,7 +76,8 @@ def page(data: dict[str, Any] | None, precision: dict[str, Any] | None, source: 
         f"each to {layer['k']} experts of {layer['width']}; forward and backward, router and losses included, medians "
         "of CUDA-graph replays with a cold L2 (of the loop, which waits for the device, of eager calls). Each rung is "
         "one change to the one that its speed-up stands against. ULP: the largest error of the output, in bf16's units "
-        "in the last place.",
+        "in the last place. Of gradients: the largest relative error to the loop's, of x's, the router's and every "
+        "expert's.",
         "",
         headline(data["machine"]),
         "",
@@ -84,7 +85,8 @@ def page(data: dict[str, Any] | None, precision: dict[str, Any] | None, source: 
     if picture:
         lines += [f"![Milliseconds by rung]({picture})", ""]
     header = (
-        "tokens", "experts", "rung", "products by", "forward ms", "both ms", "ULP", "relative error", "speed-up",
+        "tokens", "experts", "rung", "products by", "forward ms", "both ms", "ULP", "relative error", "of gradients",
+        "speed-up",
     )  # fmt: skip
     lines += [*table(header, rung_rows(data["rungs"]), numbers_from=4), "", "## The products of gate and up", ""]
     rows = [

@@ -4,7 +4,8 @@
 
 4096 x 4096 at depth 16384: cuBLAS in bf16 and fp16 (sums in FP32), a Triton kernel in fp16 with sums in FP32 and in
 fp16, the latter with the depth cut in 1, 4 and 8 parts whose results are added in FP32. Error is relative to FP64, in
-norm. `--smoke` multiplies small matrices on the CPU, under Triton's interpreter.
+norm. The file is written after each of them, with those that are missing yet. `--smoke` multiplies small matrices on
+the CPU, under Triton's interpreter.
 """
 
 import argparse
@@ -27,6 +28,12 @@ from llmtrain.storage.atomic import make_parent, write_json
 SIDE, DEPTH = 4096, 16384
 TILES = ((128, 128, 64, 4, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
 """(rows, columns, depth, warps, stages): the fastest of them counts, for each kind of sum."""
+CUBLAS, FULL, HALF = "FP32, cuBLAS", "FP32, Triton", "fp16, Triton"
+PLANNED = [
+    (torch.bfloat16, CUBLAS, 1), (torch.float16, CUBLAS, 1), (torch.float16, FULL, 1),
+    *((torch.float16, HALF, parts) for parts in (1, 4, 8)),
+]  # fmt: skip
+"""Numbers, sums, parts of the depth."""
 
 
 @triton.jit
@@ -75,6 +82,12 @@ def by_triton(a: Tensor, b: Tensor, half: bool, parts: int, tile: tuple[int, ...
     return run
 
 
+def products(a: Tensor, b: Tensor, sums: str, parts: int, tiles: tuple[tuple[int, ...], ...]
+             ) -> list[Callable[[], Tensor]]:  # fmt: skip
+    """Of which the fastest counts."""
+    return [lambda: a @ b] if sums == CUBLAS else [by_triton(a, b, sums == HALF, parts, tile) for tile in tiles]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON; default: docs/data/half-accumulate.json")
@@ -89,31 +102,23 @@ def main() -> int:
     torch.manual_seed(0)
     wide = [torch.randn(shape, device=device) for shape in ((side, length), (length, side))]
     data: dict[str, Any] = {"machine": describe(not args.smoke), "side": side, "depth": length, "rows": []}
-
-    def add(
-        dtype: torch.dtype, sums: str, parts: int, make: Callable[[Tensor, Tensor], list[Callable[[], Tensor]]]
-    ) -> None:
-        a, b = (x.to(dtype) for x in wide)
-        exact = wide[0].double() @ wide[1].double()  # of the numbers before they are rounded to the operands
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    exact = wide[0].double() @ wide[1].double()  # of the numbers before they are rounded to the operands
+    make_parent(args.output)
+    for taken, (dtype, sums, parts) in enumerate(PLANNED, 1):
         record: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "sums": sums, "parts": parts}
         try:
-            runs = make(a, b)
+            a, b = (x.to(dtype) for x in wide)
+            runs = products(a, b, sums, parts, tiles)
             ms = min(milliseconds(run, a.device, samples) for run in runs)
             error = ((runs[0]().double() - exact).norm() / exact.norm()).item()
             record |= {"ms": ms, "tflops": 2 * side * side * length / ms / 1e9, "error": error}
         except Exception as failure:  # the other rows are measured all the same
             record |= {"reason": reason(failure)}
         data["rows"].append(record)
+        data["missing"] = [f"{dtype}, {sums}, {parts}" for dtype, sums, parts in PLANNED[taken:]]
+        write_json(args.output, data)
         print(record, flush=True)
-
-    for dtype in (torch.bfloat16, torch.float16):
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        add(dtype, "FP32, cuBLAS", 1, lambda a, b: [lambda: a @ b])
-    add(torch.float16, "FP32, Triton", 1, lambda a, b: [by_triton(a, b, False, 1, tile) for tile in tiles])
-    for parts in (1, 4, 8):
-        add(torch.float16, "fp16, Triton", parts, lambda a, b, n=parts: [by_triton(a, b, True, n, t) for t in tiles])
-    make_parent(args.output)
-    write_json(args.output, data)
     failed = [
         f"{r['dtype']}, sums in {r['sums']}, {r['parts']} parts: {r['reason']}" for r in data["rows"] if "reason" in r
     ]

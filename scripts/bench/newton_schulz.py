@@ -5,16 +5,19 @@
 
 For each model: the same matrices (q, k, v, gate and up taken apart) made orthogonal one at a time by torch's function,
 launched as its optimizer does and as a CUDA graph, and by our stacks, captured as in a run; arms take turns, the figure
-is the median. Then the update of a run, and of how long a step of --tokens tokens it is. What the file holds of other
-models stays. On a CPU, where the update runs in FP32, it is a trial of the script. About 60 s of device time for the
-two models.
+is the median. Then the update of a run, and of how long a step of --tokens tokens it is. cuBLAS' workspace is for each
+model that of its own run. What the file holds of other models stays. On a CPU, where the update runs in FP32, it is a
+trial of the script. About 60 s of device time for the two models.
 """
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,7 +35,7 @@ from llmtrain.kernels.newton_schulz import POLYNOMIALS, orthogonalise
 from llmtrain.model.config import ModelConfig
 from llmtrain.training.config import OptimizerConfig
 from llmtrain.training.muon import Muon, Stack
-from llmtrain.training.step import TrainStep
+from llmtrain.training.step import WORKSPACE, TrainStep
 
 TORCHS = ((3.4445, -4.775, 2.0315), 5, 1e-7)
 """torch.optim.Muon's defaults: coefficients, steps, the smallest norm."""
@@ -78,14 +81,35 @@ def milliseconds(arms: dict[str, Callable[[], object]], device: torch.device, ro
     return {name: statistics.median(of_arm) for name, of_arm in times.items()}
 
 
+def singular_values(x: Tensor) -> Tensor:
+    """By the FP64 Gram matrix of the shorter side: on a card `svdvals` takes seconds for each matrix. It squares the
+    condition, so below some 1e-8 of the largest they are not right; what is asked about lies around 1."""
+    wide = x.double() if x.shape[0] <= x.shape[1] else x.double().T
+    return torch.linalg.eigvalsh(wide @ wide.T).clamp_min(0).sqrt()
+
+
 def worst_singular_values(batches: list[list[Stack]], flat: Tensor, dtype: torch.dtype) -> list[float]:
     """The smallest and the largest singular value of our results, of one matrix of each stack."""
     values = [
-        torch.linalg.svdvals(orthogonalise(stack.of(flat)[:1].to(dtype).clone())[0].float())
-        for batch in batches
-        for stack in batch
+        singular_values(orthogonalise(stack.of(flat)[:1].to(dtype).clone())[0]) for batch in batches for stack in batch
     ]
     return [min(float(v.min()) for v in values), max(float(v.max()) for v in values)]
+
+
+@contextmanager
+def own_workspace() -> Iterator[None]:
+    """A small model's step has cuBLAS do without a workspace, for the whole process; the next model's would too, which
+    has one in a run of its own."""
+    before = os.environ.get(WORKSPACE)
+    try:
+        yield
+    finally:
+        os.environ.pop(WORKSPACE, None)
+        if before is not None:
+            os.environ[WORKSPACE] = before
+        gc.collect()  # graphs that hold the old ones
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()  # torch reads the variable only where a stream has none yet
 
 
 def measure(model: ModelConfig, batch_size: int, seq_len: int, tokens: int, rounds: int, device: torch.device) -> dict:
@@ -144,7 +168,8 @@ def main() -> None:
     for path, batch_size in zip(args.config, args.batch_size, strict=True):
         table = {"vocab_size": args.vocab_size, "max_seq_len": args.seq_len, **read_tables(path)["model"]}
         model = build(ModelConfig, {}, table, f"{path} [model]")
-        found = measure(model, batch_size, args.seq_len, args.tokens, args.rounds, device)
+        with own_workspace():
+            found = measure(model, batch_size, args.seq_len, args.tokens, args.rounds, device)
         print(f"{path.stem}: {json.dumps(found)}", flush=True)
         add_groups(args.output, {path.stem: {"machine": machine, "rounds": args.rounds, **found}})
 

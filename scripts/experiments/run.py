@@ -23,11 +23,14 @@ from typing import Any
 from llmtrain.benchmark.machine import describe
 from llmtrain.report.curves import VAL_LOSS, read_curve
 from llmtrain.storage.atomic import write_bytes, write_json
+from llmtrain.storage.errors import InputMissing
 from llmtrain.storage.journal import JsonLines
 from llmtrain.storage.manifest import sha256_file
 
 KEPT = ("config.toml", "metrics.jsonl", "status.json")
 """Of a run: all that a verdict rests on; the last says that it is finished, and so is kept last."""
+
+VOCAB_SIZE = "16384"
 
 
 class Experiment:
@@ -169,8 +172,26 @@ def llmtrain(*command: str) -> str:
     return done.stdout or ""
 
 
+def origin(tokenizer: Path) -> Path:
+    return tokenizer.with_suffix(".origin.json")
+
+
+def of_tokenizer(tokenizer: Path, text_sha256: str) -> dict[str, str]:
+    """What is recorded beside a tokenizer; its own hash too, as a record may be left of one that was overwritten."""
+    return {"text_sha256": text_sha256, "vocab_size": VOCAB_SIZE, "tokenizer_sha256": sha256_file(tokenizer)}
+
+
+def made_from(tokenizer: Path, text_sha256: str) -> bool:
+    """Whether the tokenizer is there, and of this very text."""
+    try:
+        return json.loads(origin(tokenizer).read_text()) == of_tokenizer(tokenizer, text_sha256)
+    except (OSError, ValueError, InputMissing):
+        return False
+
+
 def prepare(data: Path) -> None:
-    """Tokenizes the text of `corpus.py`, once; another experiment that is begun meanwhile waits for it."""
+    """Tokenizes the text of `corpus.py`, once, and by the tokenizer that is there where it is of that text; another
+    experiment that is begun meanwhile waits for it."""
     text, tokenizer, corpus = data / "text.jsonl.gz", data / "tokenizer.json", data / "corpus.u16"
     if not text.exists() and not (data / "corpus.json").exists():
         raise SystemExit(f"{text} is not there: scripts/experiments/corpus.py makes it")
@@ -179,12 +200,15 @@ def prepare(data: Path) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX)
         if (data / "corpus.json").exists():
             return
-        llmtrain("train-tokenizer", "--input", str(text), "--output", str(tokenizer), "--vocab-size", "16384")
+        text_sha256 = sha256_file(text)
+        if not made_from(tokenizer, text_sha256):
+            llmtrain("train-tokenizer", "--input", str(text), "--output", str(tokenizer), "--vocab-size", VOCAB_SIZE)
+            write_json(origin(tokenizer), of_tokenizer(tokenizer, text_sha256))
         llmtrain(
             "tokenize-corpus", "--input", str(text), "--tokenizer", str(tokenizer), "--output", str(corpus),
             "--holdout", "0.02", "--workers", str(len(os.sched_getaffinity(0))),
         )  # fmt: skip
-        facts: dict[str, Any] = {"text_sha256": sha256_file(text)}
+        facts: dict[str, Any] = {"text_sha256": text_sha256}
         for name in ("corpus.u16", "corpus.val.u16"):
             manifest = json.loads((data / f"{name}.json").read_text())
             facts[name] = {key: manifest[key] for key in ("tokens", "documents", "vocab_size", "engine")}

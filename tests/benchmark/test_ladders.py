@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from llmtrain.benchmark.config import Shape, TimingConfig
 from llmtrain.model.config import ModelConfig
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
+CONFIGS = Path(__file__).parents[2] / "configs"
 MACHINE = {"card": None, "cpu": "a", "cores": 1, "versions": {}, "system": "b", "contended": [], "taken": "now"}
 SHAPE = Shape(ModelConfig(vocab_size=64, max_seq_len=16), batch_size=8, seq_len=16)
 
@@ -39,12 +41,61 @@ def test_a_script_smokes_and_leaves_docs_alone(name, tmp_path, monkeypatch, caps
     if name == "kernel_ladder":
         assert [r["status"] for r in data["rungs"]] == ["ok"] * 5 and not [r for r in data["products"] if "reason" in r]
         assert all((r["relative_error"] > 0.01) == r["eight_bit"] for r in data["rungs"])
+        assert all((min(r["gradients"].values()) > 0.01) == r["eight_bit"] for r in data["rungs"])
         text = output.read_text()
         assert "times grouped and fused, bf16" in text and text.count("times loop over experts, bf16") == 1
     else:
         errors = {(r["dtype"], r["sums"], r["parts"]): r["error"] for r in data["rows"]}
         halves = [errors["float16", "fp16, Triton", parts] for parts in (8, 4, 1)]
         assert errors["float16", "FP32, Triton", 1] < halves[0] < halves[1] < halves[2], "the longer the sum, the worse"
+
+
+def test_half_sums_that_are_cut_short_are_in_the_file_with_what_is_missing(monkeypatch, tmp_path):
+    half, output = script("half_accumulate"), tmp_path / "half.json"
+    monkeypatch.setattr(sys, "argv", ["half_accumulate", "--smoke", "--output", str(output)])
+    made = half.products
+
+    def ended(a, b, sums, *more):
+        if sums == half.HALF:
+            raise KeyboardInterrupt
+        return made(a, b, half.CUBLAS, *more)
+
+    monkeypatch.setattr(half, "products", ended)
+    with pytest.raises(KeyboardInterrupt):
+        half.main()
+    data = json.loads(output.read_text())
+    assert [r["sums"] for r in data["rows"]] == [half.CUBLAS, half.CUBLAS, half.FULL] and len(data["missing"]) == 3
+
+
+def test_a_models_update_is_measured_with_the_workspace_of_its_own_run(monkeypatch, tmp_path):
+    newton, seen = script("newton_schulz"), []
+    monkeypatch.setattr(newton.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(newton.torch._C, "_cuda_clearCublasWorkspaces", lambda: seen.append("cleared"), raising=False)
+
+    def measure(*_):
+        seen.append(os.environ.get(newton.WORKSPACE))
+        os.environ.setdefault(newton.WORKSPACE, ":0:0")  # as `spare_workspace` does
+        return {}
+
+    monkeypatch.setattr(newton, "measure", measure)
+    words = [word for name in ("102m", "1b") for word in ("--config", f"{CONFIGS}/{name}.toml", "--batch-size", "4")]
+    monkeypatch.setattr(sys, "argv", ["newton_schulz", *words, "--output", str(tmp_path / "x.json")])
+    for given in (None, ":4096:8"):
+        if given is None:
+            monkeypatch.delenv(newton.WORKSPACE, raising=False)
+        else:
+            monkeypatch.setenv(newton.WORKSPACE, given)
+        seen.clear()
+        newton.main()
+        assert seen == [given, "cleared"] * 2 and os.environ.get(newton.WORKSPACE) == given
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_singular_values_by_the_gram_matrix_are_those_of_the_svd(shape):
+    newton = script("newton_schulz")
+    x = newton.torch.randn(shape, generator=newton.torch.Generator().manual_seed(0))
+    expected = newton.torch.linalg.svdvals(x.double()).flip(0)
+    newton.torch.testing.assert_close(newton.singular_values(x), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monkeypatch, capsys, tmp_path):
@@ -58,6 +109,103 @@ def test_the_check_of_eight_bits_smokes_and_sees_a_scale_in_the_wrong_place(monk
     monkeypatch.setattr(check.FineWeight, "multiply", turned)
     assert check.main() == 1
     assert "WRONG: small, block: y, off by" in capsys.readouterr().out
+
+
+@pytest.fixture
+def ladder(monkeypatch):
+    """kernel_ladder.py, whose steps are taken but not timed."""
+    module = script("kernel_ladder")
+    monkeypatch.setattr(module, "milliseconds", lambda run, *_, **__: 1.0)
+    return module
+
+
+def wrong_rungs(ladder) -> list[tuple[str, str]]:
+    inputs = ladder.Inputs(ladder.Layer(96, 64, 32, 2, 2), 4, ladder.torch.device("cpu"))
+    return [(r["rung"], what.split(" off")[0]) for r in ladder.rung_records(inputs, 4, 1) for what in ladder.faults(r)]
+
+
+@pytest.mark.parametrize("wrong", ["dx", "d router", "d gate and up", "d down"])
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bf16", "eight bits"])
+def test_a_rung_whose_gradient_lacks_a_sequence_or_an_expert_is_named(ladder, monkeypatch, eight_bit, wrong):
+    right = ladder.Inputs.step
+    of_rung = ladder.RUNGS[2 if eight_bit else 1]
+
+    def step(inputs, rung):
+        right(inputs, rung)
+        if rung is of_rung:
+            dict(zip(ladder.GRADIENTS, (inputs.x, *inputs.weights), strict=True))[wrong].grad[-1] = 0
+
+    assert wrong_rungs(ladder) == []
+    monkeypatch.setattr(ladder.Inputs, "step", step)
+    assert wrong_rungs(ladder) == [(of_rung.name, wrong)]
+
+
+def test_gradients_that_an_earlier_rung_left_do_not_count(ladder, monkeypatch):
+    right = ladder.Inputs.step
+
+    def delivers_nothing(inputs, rung):
+        if rung is ladder.RUNGS[1]:
+            inputs.x.grad = ladder.torch.zeros_like(inputs.x)
+        else:
+            right(inputs, rung)
+
+    monkeypatch.setattr(ladder.Inputs, "step", delivers_nothing)
+    assert {rung for rung, _ in wrong_rungs(ladder)} == {ladder.GROUPED} and len(wrong_rungs(ladder)) == 4
+
+
+def test_an_output_in_eight_bits_that_is_far_off_is_named(ladder, monkeypatch):
+    right = ladder.Inputs.forward
+    doubled = lambda own, rung, into: right(own, rung, into) * (1 + rung.eight_bit)  # noqa: E731
+    monkeypatch.setattr(ladder.Inputs, "forward", doubled)
+    assert {rung for rung, what in wrong_rungs(ladder) if what == "output"} == {ladder.GROUPED_FP8, ladder.FUSED_FP8}
+
+
+def test_the_gradient_of_every_expert_counts_in_the_products(ladder, monkeypatch):
+    right = ladder.deliver_grouped_product
+
+    def lacks_the_last(weight, *given, **more):
+        right(weight, *given, **more)
+        weight.grad[-1] = 0
+
+    inputs = ladder.Inputs(ladder.Layer(96, 64, 32, 2, 2), 4, ladder.torch.device("cpu"))
+    inputs.step(ladder.RUNGS[0])
+    assert not [what for r in ladder.product_records(inputs, 4, 1) for what in ladder.faults(r)]
+    monkeypatch.setattr(ladder, "deliver_grouped_product", lacks_the_last)
+    assert [what for r in ladder.product_records(inputs, 4, 1) for what in ladder.faults(r)] == ["dW off by 1"]
+
+
+@pytest.mark.parametrize("lost", [slice(64, None), slice(127, 128)], ids=["the second half", "the last row"])
+@pytest.mark.parametrize("method, product", [("multiply", "y"), ("input_gradient", "dX"), ("weight_gradient", "dW")])
+def test_rows_that_a_product_in_eight_bits_lacks_are_seen_wherever_they_are(monkeypatch, method, product, lost):
+    check = script("check_fp8")
+    right = getattr(check.FineWeight, method)
+
+    def lacks(own, *operands):
+        y = right(own, *operands)
+        y[lost] = 0
+        return y
+
+    monkeypatch.setattr(check.FineWeight, method, lacks)
+    record = check.linear_record("small", "rowwise", (128, 128, 128), check.torch.device("cpu"), 1)
+    assert [words.split(",")[0] for words in record["wrong"]] == [product]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_of_any_expert_that_a_product_lacks_are_seen(monkeypatch, transposed):
+    check = script("check_fp8")
+    size = check.torch.device("cpu"), 64, 32, 48, 4
+    assert check.experts_record(*size)["wrong"] == []
+    right = check.Fp8Experts.multiply
+
+    def lacks(own, x, inverse, ends, transposed_now):
+        y = right(own, x, inverse, ends, transposed_now)
+        if transposed_now == transposed:
+            y[ends[0] - 1 :][:1] = 0  # at a border; where the first expert has none, the last row of all
+        return y
+
+    monkeypatch.setattr(check.Fp8Experts, "multiply", lambda *given, transposed: lacks(*given, transposed))
+    wrong, way = check.experts_record(*size)["wrong"], ", transposed" if transposed else ""
+    assert [words.split(", off")[0] for words in wrong] == [f"spread{way}", f"all on one{way}"]
 
 
 def test_each_arm_climbs_to_its_own_best_micro_batch():
