@@ -69,7 +69,7 @@ def test_in_a_block_of_every_scale_every_number_is_rounded_as_the_definition_say
     monkeypatch.setattr(mxfp8, "SIDE_BY_SIDE", 512)  # the interpreter takes as long for a small program
     bits = np.arange(65536, dtype=np.int64)
     magnitudes = EVERY.double().abs()  # as 448 * 2^120 is beyond FP32
-    for exponent in range(-127, 121):
+    for exponent in range(-127 + along, 121, 2):  # every second one along either side, for time
         fits = magnitudes <= 448 * 2.0**exponent
         largest = EVERY[fits][magnitudes[fits].argmax()]
         inside = torch.nn.functional.pad(EVERY[fits], (0, -int(fits.sum()) % (BLOCK - 1))).view(-1, BLOCK - 1)
