@@ -15,6 +15,7 @@ from llmtrain.benchmark.op import Arm, Budget, Case, Judgement, Timed, judge, re
 from llmtrain.benchmark.timing import Work
 from llmtrain.kernels import choice
 from llmtrain.kernels.attention import attention_mask
+from llmtrain.kernels.mxfp8 import rounded
 from llmtrain.kernels.packed import (
     check_borders,
     packed_attention,
@@ -147,10 +148,8 @@ def dense(backend: SDPBackend | None, window: int | None, q: Tensor, k: Tensor, 
 
 def eight_bit(x: Tensor) -> Tensor:
     """x rounded as MXFP8 holds it (blocks of 32, a power of two each, E4M3), in its own dtype; the gradient passes."""
-    blocks = x.detach().float().unflatten(-1, (-1, 32))
-    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True).clamp_min(2.0**-120) / 448.0)))
-    rounded = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
-    return x + (rounded - x.detach())
+    narrow = rounded(x.detach().reshape(-1, x.shape[-1]), 1).view(x.shape)
+    return x + (narrow - x.detach())
 
 
 def flex(shape: Shape, cu_seqlens: Tensor) -> Function:

@@ -12,7 +12,14 @@ with FP32 sums multiplies them exactly. So a run shows what MXFP8 does to a loss
 import torch
 from torch import Tensor
 
+from llmtrain.kernels.choice import TRITON, choose
 from llmtrain.kernels.weight import deliver_product, waits
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU installs of torch come without it, and the reference is all they use.
+    triton = None
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -21,7 +28,9 @@ LARGEST = 448.0
 LOWEST, HIGHEST = -127, 127
 """Exponents that E8M0 holds; its byte is the exponent + 127, and 255 is NaN."""
 PIECE = 1 << 24
-"""Numbers that are rounded at a time: what a step holds of them in FP32 for a moment."""
+"""Numbers that the reference rounds at a time: what a step holds of them in FP32 for a moment."""
+SIDE_BY_SIDE, WARPS = 128, 4
+"""Blocks of a program."""
 
 
 def scale_exponents(largest: Tensor) -> Tensor:
@@ -67,16 +76,65 @@ def dequantise(narrow: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat
     return torch.where(scales.unsqueeze(-1) == 255, torch.nan, wide).flatten(-2).to(dtype)
 
 
-def rounded(x: Tensor, along: int) -> Tensor:
-    """x (N, K) rounded to what MXFP8 holds, in x's dtype; blocks lie along dimension 0 or 1, whose size is a multiple
-    of BLOCK."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def rounded_reference(x: Tensor, along: int, out: Tensor) -> Tensor:
+    """As `rounded`, by the definition and in any dtype."""
     rows = max(1, PIECE // (x.shape[1] * BLOCK)) * BLOCK
     for piece, into in zip(x.split(rows), out.split(rows), strict=True):
         if along == 1:
             into.copy_(dequantise(*quantise(piece), x.dtype))
         else:
             into.copy_(dequantise(*quantise(piece.T), x.dtype).T)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def _mxfp8_round_kernel(
+        x, y, n_rows, n_cols, ALONG: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    ):
+        """x, y: the bits of bf16. A tile is as long as a block on the side ALONG. By integers alone: a card may take
+        for 0 what is no normal number, and Triton's interpreter casts to eight bits wrong."""
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        col = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
+        mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
+        at = row[:, None] * n_cols + col[None, :]
+        bits = tl.load(x + at, mask=mask, other=0).to(tl.int32)
+        magnitude = bits & 0x7FFF  # ordered as the numbers are; what is not finite is above all
+        largest = tl.max(magnitude, ALONG, keep_dims=True)
+        # 448 is 1.75 * 2^8: one power more where the mantissa is larger.
+        exponent = tl.maximum((largest >> 7) - 135 + ((largest & 0x7F) > 0x60).to(tl.int32), LOWEST)
+
+        # A number is significand * 2^(field - 134). Of its bits the rounding leaves 4, and none below 2^(exponent - 9),
+        # E4M3's last place; so it stays a bf16 number.
+        field = magnitude >> 7
+        significand = magnitude & 0x7F | (field > 0).to(tl.int32) << 7
+        width = (significand.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # in bits; negative for 0
+        drop = tl.maximum(tl.maximum(width - 4, exponent + 125 - tl.maximum(field, 1)), 0)
+        drop = tl.minimum(drop, 9)  # from there on nothing is left
+        # To the nearest, ties to even; with a bit more, so that 0 may be dropped.
+        twice = 2 * significand
+        kept = (twice + (1 << drop) - 1 + ((significand >> drop) & 1)) >> (drop + 1) << drop
+        # What is carried out of the mantissa raises the exponent, as it should.
+        result = tl.where(kept == 0, 0, magnitude + kept - significand)
+        result = tl.where(largest >= 0x7F80, 0x7FC0, result | bits & 0x8000)
+        tl.store(y + at, result.to(tl.int16), mask=mask)
+
+
+def rounded(x: Tensor, along: int, out: Tensor | None = None) -> Tensor:
+    """x (N, K) rounded to what MXFP8 holds, in x's dtype, in `out` (contiguous) where it is given; blocks lie along
+    dimension 0 or 1, whose size is a multiple of BLOCK. The kernel is for bf16, which is all that training rounds."""
+    assert x.shape[along] % BLOCK == 0, (x.shape, along)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.dtype != torch.bfloat16 or choose("mxfp8", x) != TRITON:
+        return rounded_reference(x, along, out)
+    # Rows that whole blocks fill are as many rows of a block each.
+    n, m = x.shape if along == 0 else (x.numel() // BLOCK, BLOCK)
+    tile = (BLOCK, SIDE_BY_SIDE) if along == 0 else (SIDE_BY_SIDE, BLOCK)
+    _mxfp8_round_kernel[(triton.cdiv(n, tile[0]), triton.cdiv(m, tile[1]))](
+        x.contiguous().view(torch.int16), out.view(torch.int16), n, m, along, LOWEST, *tile, num_warps=WARPS
+    )
     return out
 
 
@@ -92,13 +150,14 @@ class MxWeight:
 
     def refresh(self) -> None:
         """After every write of the narrow copy."""
-        self.rows.copy_(rounded(self.narrow, 1))
-        self.columns.copy_(rounded(self.narrow, 0))
+        rounded(self.narrow, 1, self.rows)
+        rounded(self.narrow, 0, self.columns)
 
 
-def rounding_bytes(n: int, columns: int) -> int:
-    """What `rounded` takes beside x (n, columns): its result, and a piece of it in FP32 three times, in E4M3 once."""
-    return 2 * n * columns + 13 * min(n * columns, PIECE)
+def rounding_bytes(n: int, columns: int, references: bool) -> int:
+    """What `rounded` takes beside x (n, columns): its result, and the reference a piece of it in FP32 three times, in
+    E4M3 once."""
+    return 2 * n * columns + (13 * min(n * columns, PIECE) if references else 0)
 
 
 def takes(weight: Tensor) -> bool:

@@ -207,8 +207,9 @@ def eight_bit_bytes(numbers: int, scaling: str | None) -> int:
 
 
 def feed_forward_backward(
-    c: ModelConfig, n: int, width: int, selective: bool, routed: bool, eight_bit: str | None = None
-) -> int:
+    c: ModelConfig, n: int, width: int, selective: bool, routed: bool, eight_bit: str | None = None, mx: bool = False,
+    references: bool = False,
+) -> int:  # fmt: skip
     """The most bytes that there are, beside what is kept and the stream's gradient, in the backward of such a layer.
 
     Negative terms are what had been kept and is gone by then.
@@ -247,7 +248,18 @@ def feed_forward_backward(
             last,
         )
 
-    dense = of_eight_bits if eight_bit else in_bf16
+    def in_mx(f: int) -> int:
+        d, product, most = c.d_model * n * width, 0 if selective else f * n * width, in_bf16(f)
+        if not (c.d_model % MX_BLOCK or f % MX_BLOCK):
+            # the product's gradient, the product made again, and both operands of dW rounded
+            of_product = (2 if selective else 1) * f * n * width + d + rounding_bytes(n, f, references)
+            most = max(most, of_product)
+        if not (c.d_model % MX_BLOCK or 2 * f % MX_BLOCK):
+            # the input's gradient, the input made again, and both operands of dW rounded; gate and up went for theirs
+            most = max(most, (3 if selective else 2) * d + rounding_bytes(n, 2 * f, references) - product)
+        return most
+
+    dense = of_eight_bits if eight_bit else in_mx if mx else in_bf16
     if not routed:
         return dense(c.d_ff)
     copies = c.experts_per_token * n
@@ -361,15 +373,19 @@ def training_memory(
         # the last norm's rows and their gradient, a chunk of logits, two losses a token
         "head": 2 * row + logits + 8 * n,
         "feed-forward's backward": again - final + row + feed_forward_backward(
-            c, n, width, selective, c.moe, eight_bit
+            c, n, width, selective, c.moe, eight_bit, mx, references
         ),
         # the stream's gradient, twice in a block that runs again, and that of attention's result
         "attention's backward": again - final - of_feed_forward + (2 if again else 1) * row + q * n * width
         + attention_backward(c, n, width, attention),
     }  # fmt: skip
-    if mx:  # in the feed-forward's backward the gradient of gate and up, and its input, are rounded
-        passing["feed-forward's backward"] += rounding_bytes(n, 2 * c.d_ff) + 2 * n * d
-        passing["attention's backward"] += rounding_bytes(n, c.qkv_width) + 2 * n * d
+    if mx:  # before attention's own both operands of the last product's dW are rounded, after it those of the first's
+        gone = layer["rotated q and k"] + layer["qkv"] + layer["attention"]
+        before = q * n * width + row + rounding_bytes(n, q, references)
+        after = c.qkv_width * n * width + rounding_bytes(n, c.qkv_width, references) - gone
+        after += (3 if selective else 2) * row
+        of_kernel = q * n * width + attention_backward(c, n, width, attention)
+        passing["attention's backward"] += max(before, after, of_kernel) - of_kernel
     if optimizer == "muon":  # the activations have gone by then
         of_update = update_bytes(c, 2 if device.type == "cuda" else 4)
         passing["update"] = of_update - sum(activations.values())

@@ -3,9 +3,9 @@
     python scripts/bench/compile_kernels.py [--card h200] [--only PART ...] [--quick]
 
 Prints each code once: shared memory a program, registers and spilled bytes a thread. Exits 1 where one does not
-compile or needs more than the card has; nothing runs, so it says nothing of results. MXFP8 and Newton-Schulz have no
-kernels of their own. Triton keeps what it compiled: the first time takes half an hour, --quick half a minute. Another
-version of Triton comes first on PYTHONPATH.
+compile or needs more than the card has; nothing runs, so it says nothing of results. Newton-Schulz has no kernel of its
+own. Triton keeps what it compiled: the first time takes half an hour, --quick half a minute. Another version of Triton
+comes first on PYTHONPATH.
 """
 
 import argparse
@@ -49,6 +49,7 @@ from llmtrain.kernels.document_ranges import clear_behind  # noqa: E402
 from llmtrain.kernels.fp8 import Scaling  # noqa: E402
 from llmtrain.kernels.fp8_fine import BLOCK  # noqa: E402
 from llmtrain.kernels.head import linear_cross_entropy  # noqa: E402
+from llmtrain.kernels.mxfp8 import rounded  # noqa: E402
 from llmtrain.kernels.rmsnorm_routes import COLUMNS, COLUMNS_ROWS  # noqa: E402
 from llmtrain.training.config import OptimizerConfig  # noqa: E402
 from llmtrain.training.flat import FlatParameters  # noqa: E402
@@ -129,6 +130,7 @@ def whole_steps(card: Card, names: tuple[str, ...]) -> None:
             steps(card, shape, name, layers=shape.model.n_layers)  # all, as their norms' sums share a launch
             for scaling in scalings(card):
                 steps(card, shape, name, "fp8", fp8_scaling=scaling)
+            steps(card, shape, name, "mxfp8")
             for size in (2 * shape.batch_size, max(1, shape.batch_size // 2), 1):
                 steps(card, rung(name, size), name)
             steps(card, shape, name, document_mask=True)
@@ -336,6 +338,9 @@ def representative(card: Card) -> None:
     for scaling in scalings(card)[1:]:
         eight_bit_linear(card, "384 x 256", (256, 384, 256), scaling)
     packed_attention(card, 4096, (12, 4, 64), 32, None)
+    for along in (0, 1):
+        card.where = f"MXFP8 along {along}"
+        rounded(empty(4096, 768), along)
 
 
 PARTS: dict[str, Part] = {

@@ -65,7 +65,7 @@ FAMILIES = (
     "document_attention_dq", "document_attention_forward", "embedding_atomic", "embedding_join", "embedding_lookup",
     "embedding_segments", "expert_combine", "expert_gather", "expert_swiglu_backward", "expert_swiglu_forward",
     "fp8_quantise", "fp8_quantise_fine", "fp8_quantise_largest", "fp8_quantise_rows", "grouped", "grouped_gradient",
-    "partial_sums", "rmsnorm_backward", "rmsnorm_backward_columns", "rmsnorm_forward", "rotary_backward",
+    "mxfp8_round", "partial_sums", "rmsnorm_backward", "rmsnorm_backward_columns", "rmsnorm_forward", "rotary_backward",
     "rotary_forward", "route", "route_backward", "swiglu_backward", "swiglu_forward", "places", "update_scalars",
 )  # fmt: skip
 

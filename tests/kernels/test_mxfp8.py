@@ -1,5 +1,9 @@
 """The quantiser against the formats' definitions, bit by bit, and the three products of a layer."""
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
 from fractions import Fraction
 
 import numpy as np
@@ -9,12 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmtrain.kernels import mxfp8
+from llmtrain.kernels import choice, mxfp8
 from llmtrain.kernels.linear import linear, linear_add
 from llmtrain.kernels.mxfp8 import BLOCK, MxWeight, dequantise, elements, quantise, rounded, scale_exponents
 
 EVERY = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 FINITE = EVERY[EVERY.isfinite()]
+
+
+@pytest.fixture(params=[choice.REFERENCE, choice.TRITON])
+def implementation(request):
+    """Of `rounded`, for the whole test."""
+    choice.ran.clear()
+    with choice.forced(request.param, "mxfp8"):
+        yield request.param
+    assert choice.ran["mxfp8"] == request.param
 
 
 def e4m3_reference(bits: np.ndarray, exponent: int) -> np.ndarray:
@@ -51,6 +64,42 @@ def test_every_bf16_number_with_every_scale_has_the_bits_of_the_definition():
         assert np.array_equal(mine[~nan], expected[~nan]), exponent
 
 
+@pytest.mark.parametrize("along", [0, 1])
+def test_in_a_block_of_every_scale_every_number_is_rounded_as_the_definition_says(implementation, along, monkeypatch):
+    monkeypatch.setattr(mxfp8, "SIDE_BY_SIDE", 512)  # the interpreter takes as long for a small program
+    bits = np.arange(65536, dtype=np.int64)
+    magnitudes = EVERY.double().abs()  # as 448 * 2^120 is beyond FP32
+    for exponent in range(-127 + along, 121, 2):  # every second one along either side, for time
+        fits = magnitudes <= 448 * 2.0**exponent
+        largest = EVERY[fits][magnitudes[fits].argmax()]
+        inside = torch.nn.functional.pad(EVERY[fits], (0, -int(fits.sum()) % (BLOCK - 1))).view(-1, BLOCK - 1)
+        blocks = torch.cat([inside, largest.expand(len(inside), 1)], 1)
+        found = rounded(blocks if along == 1 else blocks.T, along)
+        found = (found if along == 1 else found.T)[:, :-1].flatten()[: fits.sum()]
+        codes = torch.from_numpy(e4m3_reference(bits[fits.numpy()], exponent)).view(torch.float8_e4m3fn)
+        expected = (codes.double() * 2.0**exponent).bfloat16()
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), exponent
+
+
+@pytest.mark.parametrize("shape", [(32, 1), (96, 37), (64, 200), (32, 320), (1, 32), (37, 96), (130, 64)])
+def test_sides_that_no_tile_fills_and_blocks_with_what_is_not_finite(implementation, shape):
+    g = torch.Generator().manual_seed(shape[0])
+    x = EVERY[torch.randint(0, 65536, shape, generator=g)]
+    x = torch.where(x.isfinite() | (torch.rand(shape, generator=g) < 0.3), x, 0)
+    for along in (side for side in (0, 1) if shape[side] % BLOCK == 0):
+        found = rounded(x, along)
+        narrow, scales = quantise(x if along == 1 else x.T)
+        expected = dequantise(narrow, scales) if along == 1 else dequantise(narrow, scales).T
+        assert found.is_contiguous() and torch.equal(found.isnan(), expected.isnan())
+        finite = expected.isfinite()
+        assert torch.equal(found[finite].view(torch.int16), expected[finite].view(torch.int16))
+        into = torch.empty_like(found)
+        assert rounded(x, along, into) is into
+        assert torch.equal(into.view(torch.int16)[finite], found.view(torch.int16)[finite])
+    with pytest.raises(AssertionError):
+        rounded(torch.zeros(33, 33, dtype=torch.bfloat16), 0)
+
+
 def test_every_largest_magnitude_has_the_smallest_scale_that_holds_it():
     magnitudes = FINITE[FINITE >= 0].sort().values
     exponents = scale_exponents(magnitudes)
@@ -78,14 +127,18 @@ def test_no_block_saturates_and_a_block_without_numbers_is_nan():
     assert back[2, 32:].isnan().all() and back[2, :32].isfinite().all() and not back[1].any()
 
 
+@pytest.mark.parametrize("by", [choice.REFERENCE, choice.TRITON])
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(-100, 100), st.sampled_from([0, 1]))
-def test_rounding_is_idempotent_relative_to_the_block_and_blind_to_powers_of_two(seed: int, power: int, along: int):
+def test_rounding_is_idempotent_relative_to_the_block_and_blind_to_powers_of_two(
+    by: str, seed: int, power: int, along: int
+):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    once = rounded(x, along)
-    assert torch.equal(rounded(once, along), once)
-    assert torch.equal(rounded(x * 2.0**power, along), once * 2.0**power)
-    assert torch.equal(rounded(x.T, 1 - along), once.T)
+    with choice.forced(by):
+        once = rounded(x, along)
+        assert torch.equal(rounded(once, along), once)
+        assert torch.equal(rounded(x * 2.0**power, along), once * 2.0**power)
+        assert torch.equal(rounded(x.T, 1 - along), once.T)
     largest = x.float().unflatten(along, (-1, BLOCK)).abs().amax(along + 1, keepdim=True)
     error = (once.float() - x.float()).unflatten(along, (-1, BLOCK)).abs()
     assert (error <= torch.maximum(x.float().unflatten(along, (-1, BLOCK)).abs() / 16, largest / 2**17)).all()
@@ -116,7 +169,7 @@ def mx(x: Tensor, along: int) -> Tensor:
 
 @pytest.mark.parametrize("remade", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
-def test_the_three_products_are_those_of_rounded_operands(adds: bool, remade: bool):
+def test_the_three_products_are_those_of_rounded_operands(implementation: str, adds: bool, remade: bool):
     weight = layer()
     g = torch.Generator().manual_seed(4)
     x = torch.randn(2, 32, 96, generator=g).bfloat16().requires_grad_()

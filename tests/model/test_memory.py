@@ -41,7 +41,7 @@ def kernels_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda *args, **kwargs: None
 
     norms, moe = ("partials", "rmsnorm"), ("experts", "grouped", "routing")
-    eight_bits = ("feed_forward", "fp8", "fp8_fine", "fp8_grouped")
+    eight_bits = ("feed_forward", "fp8", "fp8_fine", "fp8_grouped", "mxfp8")
     others = ("adamw", "cross_entropy", "embedding", "rotary", "swiglu", "update_scalars")
     for name in (*eight_bits, *norms, *moe, *others):
         module = importlib.import_module(f"llmtrain.kernels.{name}")
@@ -145,6 +145,21 @@ def test_eight_bit_operands_are_kept_instead_of_rows(shape, mode, scaling, monke
     assert plan.fixed["operands"] == pytest.approx(sum(x.nbytes for x in operands), rel=0.01)
     bf16 = step_and_plan(shape, mode, "bf16")[1]
     assert mode != "none" or "cut" in shape or sum(plan.activations.values()) < sum(bf16.activations.values())
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("shape", ["plain", "wide", "whole blocks", "a cut feed-forward", "a wide shared expert"])
+def test_operands_rounded_to_mxfp8_are_there_for_a_product(shape, mode, monkeypatch):
+    for module in ("cross_entropy", "experts", "linear", "mxfp8"):  # as above
+        monkeypatch.setattr(importlib.import_module(f"llmtrain.kernels.{module}"), "deliver_product", lambda *_: None)
+    step, plan = step_and_plan(shape, mode, "mxfp8")
+    with torch.backends.mkldnn.flags(enabled=False):
+        by_kernels(lambda: step._micro(True))
+        measured = allocated_at_most(lambda: by_kernels(lambda: step._micro(False)))
+    assert choice.ran["mxfp8"] == choice.TRITON
+    assert measured == pytest.approx(plan.peak - sum(plan.fixed.values()), abs=100)
+    operands = [step.flat.narrow, *(x for one in step.flat.mx for x in (one.rows, one.columns))]
+    assert plan.fixed["operands"] == pytest.approx(sum(x.nbytes for x in operands), rel=0.01)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
