@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llmtrain.benchmark.ceilings import dtype_of_products
 from llmtrain.benchmark.op import Arm, Budget, Case, Judgement, Timed, judge, reason
 from llmtrain.benchmark.timing import Work
 from llmtrain.kernels import choice
@@ -114,7 +115,7 @@ def borders(shape: Shape, device: torch.device) -> Tensor:
 def operands(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and dy, packed; v is a view of a packed qkv, as in the model."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_of_products(device)
     heads = shape.heads + 2 * shape.kv_heads
     qkv = torch.randn(shape.total, heads, shape.head_dim, device=device, generator=generator).to(dtype)
     q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)

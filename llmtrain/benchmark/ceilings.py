@@ -22,12 +22,17 @@ class Ceilings:
         return asdict(self)
 
 
+def dtype_of_products(device: torch.device) -> torch.dtype:
+    """What products of matrices, and what consists of them, are measured in."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Both rates; a second on a card."""
     on_card = device.type == "cuda"
     side = 8192 if on_card else 512
     elements = (1 << 29) if on_card else (1 << 23)  # 1 GiB and 16 MiB of 16-bit values: far beyond any cache
-    dtype = torch.bfloat16 if on_card else torch.float32
+    dtype = dtype_of_products(device)
 
     def moved() -> Work:
         source = torch.randint(1, 1000, (elements,), dtype=torch.int16, device=device)

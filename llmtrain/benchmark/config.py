@@ -15,6 +15,8 @@ def require_positive(config: object, *names: str) -> None:
     for name in names:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be above 0, not {getattr(config, name)}")
+        if getattr(config, name) >= 1 << 63:
+            raise ValueError(f"{name} must be below 2^63, not {getattr(config, name)}")
 
 
 def require_each_positive(config: object, *names: str) -> None:
@@ -23,6 +25,8 @@ def require_each_positive(config: object, *names: str) -> None:
         values = getattr(config, name)
         if not values or min(values) < 1:
             raise ValueError(f"{name} must be one or more numbers above 0, not {values}")
+        if max(values) >= 1 << 63:
+            raise ValueError(f"{name} must be below 2^63, not {max(values)}")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class TimingConfig:
     seconds: float = 0.5
     """Length of one burst of steps, in seconds; a burst holds at least one step."""
     bursts: int = 5
-    """Bursts timed; the figure is their median, the spread their range."""
+    """Bursts timed, 2 or more; the figure is their median, the spread their range."""
     warmup: int = 5
     """Steps before the first burst."""
     precision: Precision = "bf16"
@@ -67,9 +71,9 @@ class OpTimingConfig:
     """How an op is timed: the method of docs/ops.md, in full by default."""
 
     sessions: int = 4
-    """Times every arm is built anew; every other one runs in reverse order."""
+    """Times every arm is built anew; every other one runs in reverse order. A single one needs 2 rounds or more."""
     rounds: int = 3
-    """Turns of each arm in a session, in rotating order."""
+    """Turns of each arm in a session, in rotating order; 2 or more where there is a single session."""
     samples: int = 67
     """Samples in a turn, at most."""
     turn_seconds: float = 0.05
@@ -186,11 +190,13 @@ class HeadShapesConfig:
     width: int = field(default=1280, metadata={"on_cpu": 64})
     """Width of a row."""
     vocabulary: int = field(default=65536, metadata={"on_cpu": 1024})
-    """Rows of the weight."""
+    """Rows of the weight, 2 or more: of a single one there is nothing to choose."""
 
     def __post_init__(self) -> None:
         require_each_positive(self, "tokens")
         require_positive(self, "width", "vocabulary")
+        if self.vocabulary < 2:
+            raise ValueError(f"vocabulary must be 2 or more, not {self.vocabulary}")
 
 
 @dataclass(frozen=True)

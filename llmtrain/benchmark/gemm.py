@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llmtrain.benchmark.ceilings import dtype_of_products
 from llmtrain.benchmark.op import Arm, Budget, Case, Judgement, Timed, judge
 from llmtrain.benchmark.peers import compiled_peers
 from llmtrain.benchmark.timing import Work
@@ -23,7 +24,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def make_case(tokens: int, k: int, n: int, device: torch.device) -> Case:
     """y (tokens, n) = x (tokens, k) @ W.T, its dX = dy @ W and dW = dy.T @ x, which is added to an FP32 buffer."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_of_products(device)
 
     def rows(compiled: bool) -> list[Timed]:
         generator = torch.Generator(device).manual_seed(0)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.benchmark.ceilings import dtype_of_products
 from llmtrain.benchmark.op import Arm, Budget, Case, Judgement, Timed, judge, reason
 from llmtrain.benchmark.peers import Peer, imported
 from llmtrain.benchmark.timing import Work
@@ -40,11 +41,12 @@ class Shape:
 def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """x and the weight under autograd, in bf16 on a card; logits of a scale that an initial model has."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_of_products(device)
     x = torch.randn(shape.tokens, shape.width, device=device, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(shape.vocabulary, shape.width, device=device, generator=generator)
     weight = (weight * shape.width**-0.5).to(dtype).requires_grad_()
-    return x, weight, torch.randint(0, shape.vocabulary, (shape.tokens,), device=device, generator=generator)
+    # Never id 0: a few targets could all be that, and zeros are not timed.
+    return x, weight, torch.randint(1, shape.vocabulary, (shape.tokens,), device=device, generator=generator)
 
 
 def materialised(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -7,15 +7,23 @@ from typing import Any
 from llmtrain.benchmark.statistics import range_line
 from llmtrain.benchmark.tables import NONE, figure, percent, table
 
-LEGEND = (
-    "Milliseconds of device time, the median of all sessions' samples. `+` ours is faster and `-` slower than the best "
-    "peer by more than the floor in every session, `=` neither. `~`: session medians of an arm spread over 5%. `h`: "
-    "the host takes longer to issue the call than the device to run it. `e`: it waits for the device, as nothing in a "
-    "graph can, and the eager call is timed. `(x)`: the arm's worst error is x times its "
+_OF_CARD = (
+    " `h`: the host takes longer to issue the call than the device to run it. `e`: it waits for the device, as nothing "
+    "in a graph can, and the eager call is timed."
+)
+_LEGEND = (
+    "Milliseconds of {time}, the median of all sessions' samples. `+` ours is faster and `-` slower than the best "
+    "peer by more than the floor in every session, `=` neither. `~`: session medians of an arm spread over 5%.{of_card}"
+    " `(x)`: the arm's worst error is x times its "
     "tolerance, so it does not compete; `!`: no peer is inside the budget, and the fastest is compared. `*`: it does "
     "not deliver what ours does, and does not compete; what it lacks is said below. Of copy: the bytes the op must "
     "move, over its time, as a share of a device copy's rate in the same run; of matmul: the same of FLOPs. Floor: the "
     "largest difference, in any session, between ours and its own second copy."
+)
+LEGEND = _LEGEND.format(time="device time", of_card=_OF_CARD)
+"""Of tables that were taken on a card."""
+LEGEND_ON_CPU = _LEGEND.format(time="host time, of the whole call on a CPU", of_card="").replace(
+    "a device copy's rate", "a copy's rate"
 )
 
 
@@ -161,9 +169,11 @@ def ceilings_line(ceilings: dict[str, float]) -> str:
     )
 
 
-def method_line(method: dict[str, Any]) -> str:
+def method_line(method: dict[str, Any], on_card: bool) -> str:
     cold = "behind a cold L2" if method["cold_l2"] else "with a warm L2"
     how = f"replays of a CUDA graph {cold}" if method["graph"] else f"eager calls {cold}"
+    if not on_card:
+        how = "calls, one after the other"
     return (
         f"{method['sessions']} sessions, every other one in reverse order, of {method['rounds']} rounds of at most "
         f"{method['samples']} {how}; a turn of long calls ends after {method['turn_seconds']:g} s."

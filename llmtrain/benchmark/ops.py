@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from llmtrain.benchmark import config
-from llmtrain.benchmark.ceilings import measure_ceilings
+from llmtrain.benchmark.ceilings import dtype_of_products, measure_ceilings
 from llmtrain.benchmark.machine import describe, headline, installed
 from llmtrain.benchmark.op import Case, measure_cases
-from llmtrain.benchmark.op_tables import LEGEND, ceilings_line, method_line, op_lines
+from llmtrain.benchmark.op_tables import LEGEND, LEGEND_ON_CPU, ceilings_line, method_line, op_lines
 from llmtrain.benchmark.timing import Method
 from llmtrain.storage.errors import UsageError
 from llmtrain.training.devices import pick_device
 
+DTYPE_WORDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 PEER_PACKAGES = ("nvidia-cudnn-frontend", "liger-kernel", "quack-kernels", "transformer-engine")
 
 
@@ -66,6 +67,11 @@ def head_cases(shapes: config.HeadShapesConfig, device: torch.device) -> list[Ca
     return [head.make_case(head.Shape(t, shapes.width, shapes.vocabulary), device) for t in shapes.tokens]
 
 
+def dtype_of(op: str, device: torch.device) -> torch.dtype:
+    """What an op's rows are measured in: those that are bound by memory in what a model trains in, on a CPU too."""
+    return dtype_of_products(device) if op in ("attention", "head", "gemm") else torch.bfloat16
+
+
 def measure_op(
     kind: str, cases: Sequence[Case], timing: config.OpTimingConfig, tell: Callable[[str], None] | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
@@ -77,11 +83,13 @@ def measure_op(
     machine = describe(device.type == "cuda")
     machine["versions"] |= {name: installed(name) for name in PEER_PACKAGES}
     ceilings = measure_ceilings(device)
+    dtypes = sorted({DTYPE_WORDS[dtype_of(case.op, device)] for case in cases})
     method = Method(timing.sessions, timing.rounds, timing.samples, timing.turn_seconds)
 
     def so_far(rows: list[dict[str, Any]], missing: int) -> dict[str, Any]:
         return {
             "kind": kind,
+            "dtype": " and ".join(dtypes),
             "machine": machine,
             "ceilings": ceilings.as_dict(),
             "method": asdict(method),
@@ -97,13 +105,21 @@ def measure_op(
     return so_far(rows, 0)
 
 
+def on_card(data: dict[str, Any]) -> bool:
+    """Whether what `measure_op` returned was taken on one."""
+    return data["machine"]["card"] is not None
+
+
 def section_lines(data: dict[str, Any]) -> list[str]:
     """What `measure_op` returned, without a heading."""
-    told = f"{headline(data['machine'])} {ceilings_line(data['ceilings'])} {method_line(data['method'])}"
+    told = f"{headline(data['machine'])} {ceilings_line(data['ceilings'])} {method_line(data['method'], on_card(data))}"
+    if "dtype" in data:
+        told += f" Measured in {data['dtype']}."
     unfinished = f" **Unfinished**: {data['missing']} more cases were to come." if data.get("missing") else ""
     return [f"{told} It took {data['seconds']:.0f} s.{unfinished}", "", *op_lines(data["rows"])]
 
 
 def op_markdown(data: dict[str, Any]) -> str:
     """A page of one benchmark."""
-    return "\n".join([f"# {data['kind']}", "", LEGEND, "", *section_lines(data)])
+    legend = LEGEND if on_card(data) else LEGEND_ON_CPU
+    return "\n".join([f"# {data['kind']}", "", legend, "", *section_lines(data)])

@@ -8,7 +8,7 @@ from typing import Any
 from llmtrain.benchmark.machine import headline
 from llmtrain.benchmark.statistics import NOISY_SPREAD
 from llmtrain.model.config import OF_EXPERTS
-from llmtrain.storage.atomic import make_parent, write_bytes, write_json
+from llmtrain.storage.atomic import make_parent, make_place, write_bytes, write_json
 
 NONE = "n/a"
 
@@ -31,6 +31,14 @@ def percent(value: float | None) -> str:
 def data_path(output: Path) -> Path:
     """Where the JSON of a Markdown table lies: docs/X.md is made from docs/data/X.json."""
     return output.parent / "data" / output.with_suffix(".json").name
+
+
+def make_places(output: Path | None) -> None:
+    """Tries whether `write_table` can write there, before anything is measured for it. Raises CannotCreate,
+    StorageFailure."""
+    if output is not None:
+        make_place(output)
+        make_place(data_path(output))
 
 
 def write_table(output: Path, data: dict[str, Any], markdown: str) -> None:

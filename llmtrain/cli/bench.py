@@ -121,7 +121,9 @@ def step(given: dict[str, Any], preset: str, output: Path | None, **batch: int |
 
     from llmtrain.benchmark.step import measure_step
     from llmtrain.benchmark.step_tables import step_markdown
+    from llmtrain.benchmark.tables import make_places
 
+    make_places(output)
     told = functools.partial(measure_step, tell=functools.partial(click.echo, err=True), order=order)
     data = {"kind": "step"} | measured(told, shape, timing)
     show(data, step_markdown(data), output)
@@ -135,6 +137,8 @@ def profile(given: dict[str, Any], preset: str, output: Path | None, **batch: in
 
     from llmtrain.benchmark.profile import profile_step
     from llmtrain.benchmark.step_tables import profile_markdown
+    from llmtrain.benchmark.tables import make_places
 
+    make_places(output)
     data = measured(functools.partial(profile_step, order=order), shape, timing)
     show(data, profile_markdown(data), output)

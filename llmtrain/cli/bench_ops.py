@@ -37,12 +37,14 @@ def op_command(name: str, summary: str, shapes: type) -> click.Command:
         timing = build(config.OpTimingConfig, given)
 
         from llmtrain.benchmark import ops
+        from llmtrain.benchmark.tables import make_places
         from llmtrain.training.devices import pick_device
         from llmtrain.training.fit import out_of_memory
 
         device = pick_device(timing.device)
         wanted: Any = build(shapes, given, of_cpu(shapes) if device.type == "cpu" else {})
         make: Callable[..., list] = getattr(ops, f"{name}_cases")
+        make_places(output)
         try:
             cases = make(wanted, device)
             data = ops.measure_op(name, cases, timing, tell=lambda line: click.echo(line, err=True))

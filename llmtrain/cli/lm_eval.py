@@ -38,7 +38,7 @@ def command(given: dict[str, Any]) -> None:
         if task not in known and not Path(task).exists():
             raise UsageError(f"--task {task}: lm-evaluation-harness knows no such task: see its list")
     if config.output is not None:
-        atomic.make_parent(config.output)
+        atomic.make_place(config.output)
     results = lm_eval.simple_evaluate(
         model=harness_of(source, config.batch_size),
         tasks=list(config.task),

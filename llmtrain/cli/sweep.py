@@ -74,11 +74,12 @@ def command(preset: str, output: Path | None, given: dict[str, Any]) -> None:
 
     from llmtrain.benchmark.statistics import NOISY_SPREAD
     from llmtrain.benchmark.sweep import run_sweep
-    from llmtrain.benchmark.tables import data_path, sweep_cells, sweep_markdown, write_page
+    from llmtrain.benchmark.tables import data_path, make_places, sweep_cells, sweep_markdown, write_page
     from llmtrain.training.devices import pick_device
 
     on_card = pick_device(timing.device).type == "cuda"
     output = output or Path("docs/baseline.md" if on_card else "docs/baseline-cpu.md")
+    make_places(output)
 
     def tell(data: dict[str, Any]) -> None:
         row = data["replicate"] or data["rows"][-1]

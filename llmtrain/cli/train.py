@@ -71,6 +71,11 @@ def configuration(given: dict[str, Any], config_file: Path | None, resume: bool)
     tables = read_tables(config_file) if config_file else {section: {} for section in SECTIONS}
     where = str(config_file) if config_file else ""
     given = keep_the_step(given, tables["run"])
+    if "tokens" in given and "val_tokens" not in given and tables["data"].get("val_tokens"):
+        from llmtrain.corpus.order import held_out_beside
+
+        # What the file names was held out of other tokens.
+        tables["data"] = tables["data"] | {"val_tokens": held_out_beside(given["tokens"])}
     if resume:
         # Of all else the checks would be made against defaults, where the run has values of its own.
         on_line, of_file = ({k: v for k, v in of.items() if k == "run_dir"} for of in (given, tables["run"]))

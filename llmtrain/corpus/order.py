@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.corpus.shards import find_parts
 from llmtrain.corpus.token_file import TokenFile
+from llmtrain.corpus.token_manifest import held_out_path
 from llmtrain.corpus.windows import Concat, Cut
 from llmtrain.storage.errors import BadData, UsageError
 
@@ -164,6 +166,17 @@ def absolute_spec(spec: str, option: str = "--tokens") -> str:
         return f"{name}={path}:{spec.rpartition(':')[2]}"
     # A path with a colon needs its weight said, or its end would be taken for one.
     return f"{name}={path}" + (f":{weight!r}" if weight != 1 or ":" in path else "")
+
+
+def held_out_beside(specs: Sequence[str]) -> list[str]:
+    """The held-out files that `tokenize-corpus` wrote beside those token files, as `[NAME=]PATH`; none where it wrote
+    none. Raises as `parse_sources`."""
+    found = []
+    for name, path, _, _ in parse_sources(specs):
+        held_out = held_out_path(Path(path))
+        if held_out.exists() or find_parts(held_out):
+            found.append(f"{name}.val={held_out}" + (":1" if ":" in str(held_out) else ""))
+    return found
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:

@@ -26,6 +26,7 @@ from llmtrain.corpus.token_manifest import (
     BLOCK_BYTES,
     ID_TYPES,
     docs_path,
+    held_out_path,
     manifest_path,
     mask_path,
     read_manifest,
@@ -43,8 +44,19 @@ LOOKED_AT = 32
 
 def _size(path: Path) -> int:
     """Bytes of a plain file that can be read. Raises InputMissing, StorageFailure, BadData."""
-    with open_file(path, "check the path, or make it with `llmtrain tokenize-corpus`") as file:
+    with open_file(path, _if_missing(path)) as file:
         return os.fstat(file.fileno()).st_size
+
+
+def _if_missing(path: Path) -> str:
+    """What to do where there is no such file: that of held-out documents is not written where there are none."""
+    corpus = path.with_name(path.stem.removesuffix(".val") + path.suffix)
+    if corpus != path and held_out_path(corpus) == path and corpus.is_file():
+        return (
+            f"nothing was held out of {corpus}: raise --holdout of `llmtrain tokenize-corpus`, or see its --document; "
+            f"`train --tokens {corpus}` without --val-tokens goes without"
+        )
+    return "check the path, or make it with `llmtrain tokenize-corpus`"
 
 
 def _size_and_manifest(path: Path) -> tuple[int, dict[str, Any] | None]:

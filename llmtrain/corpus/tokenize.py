@@ -22,7 +22,7 @@ from llmtrain.corpus.documents import Document, blocks
 from llmtrain.corpus.engine import GIGATOKEN, TOKENIZERS, Engine, choose_engine, pinned_engine
 from llmtrain.corpus.inputs import Input, find_inputs, refuse_to_overwrite, shown
 from llmtrain.corpus.probe import BYTES_EACH, INPUTS, Probe, draw, expected_bytes, free_bytes, say_what_would_be_written
-from llmtrain.corpus.reading import read_documents
+from llmtrain.corpus.reading import FILE, read_documents
 from llmtrain.corpus.resuming import Resumed
 from llmtrain.corpus.streams import Progress
 from llmtrain.corpus.token_manifest import held_out_path, manifest_bytes, manifest_path, work_folder
@@ -109,7 +109,7 @@ def _tokenize(config: TokenizeConfig, workers: Workers, block_bytes: int | None,
         else:
             work.discard()
         parts = work.parts
-    _summary(parts, counts, time.perf_counter() - begin)
+    _summary(config, parts, counts, time.perf_counter() - begin)
 
 
 def _probably(config: TokenizeConfig) -> str:
@@ -337,6 +337,8 @@ def _ids_of(encoded: Encoded, mine: np.ndarray) -> list[np.ndarray]:
 
 def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:
     where = ", ".join(config.inputs)
+    if held_out == 1:
+        return f"{where}: its only document fell into the held-out share of {config.holdout}: {_more_documents(config)}"
     if held_out:
         return f"{where}: all documents ({held_out}) fell into the held-out share of {config.holdout}: lower --holdout"
     if not files:
@@ -344,14 +346,24 @@ def _nothing(config: TokenizeConfig, files: list[Input], held_out: int) -> str:
     return f"{where}: no document that holds text in {plural(len(files), 'file')}: check what --input names"
 
 
-def _summary(parts: list[Part], counts: Counts, seconds: float) -> None:
+def _more_documents(config: TokenizeConfig) -> str:
+    """What makes documents enough to hold some out and keep some."""
+    if config.document == FILE and config.completion_field is None:
+        return "a text file is one document by default, --document line or the text of a line between two makes many"
+    return "add documents, or give --holdout 0"
+
+
+def _summary(config: TokenizeConfig, parts: list[Part], counts: Counts, seconds: float) -> None:
     for part, note in zip(parts, ("", " (held out)"), strict=False):
         if part.documents:
             of_loss = f", {part.loss_tokens:,} tokens ({part.loss_tokens / part.tokens:.1%}) in the loss" * part.masked
             print(f"{shown(part.path)}: {part.tokens:,} tokens, {plural(part.documents, 'document')}{of_loss}{note}")
         else:
-            few = f"not written, none of {plural(parts[0].documents, 'document')} fell into the share held out"
-            print(f"{shown(part.path)}: {few}: raise --holdout, or see --document for what a document is")
+            documents = parts[0].documents
+            few = f"not written, none of {plural(documents, 'document')} fell into the share held out"
+            # Of a single document a larger share would leave none to train on.
+            larger = "raise --holdout; " * (documents > 1)
+            print(f"{shown(part.path)}: {few}: {larger}{_more_documents(config)}")
     nbytes, tokens = sum(counts.bytes), int(counts.tokens.sum())
     left_out: dict[str, int] = {}
     for one in counts.left_out:

@@ -13,7 +13,7 @@ from llmtrain.corpus.documents import INVALID_UTF8, bad_data, falls_within
 from llmtrain.corpus.inputs import TEXT, Input, find_inputs, refuse_to_overwrite, shown, split_weight, total_size
 from llmtrain.corpus.reading import read_documents
 from llmtrain.corpus.streams import Damage, Progress
-from llmtrain.storage.atomic import make_parent, write_bytes
+from llmtrain.storage.atomic import make_place, write_bytes
 from llmtrain.storage.errors import BadData, UsageError
 from llmtrain.storage.units import plural
 
@@ -34,7 +34,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     parts = parts_of(config)
     files = [one for part in parts for one in part.files]
     total = total_size(files)
-    make_parent(config.output)
+    make_place(config.output)
     counts = {"documents": 0, "bytes": 0, "left out": 0}
     # A bar where stderr is a terminal.
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="reading") as bar:

@@ -156,6 +156,16 @@ def make_parent(path: PathLike) -> None:
         raise write_error(error, path, "created") from error
 
 
+def make_place(path: PathLike) -> None:
+    """Makes the folder that `path` is to lie in, and tries whether it takes a file: for an output that a person named,
+    before long work for it begins. Raises CannotCreate, StorageFailure."""
+    make_parent(path)
+    refuse_what_is_no_file(Path(path))
+    raw = _open_partial(Path(path))
+    os.unlink(raw.partial)
+    raw.close()
+
+
 @contextmanager
 def atomic_folder(path: PathLike) -> Iterator[Path]:
     """A folder to fill, under a temporary name beside `path`, that gets the name `path` when the block ends well: then

@@ -65,7 +65,8 @@ class DataConfig:
     eos_id: int | None = field(default=None, metadata=DEFINES)
     """The id that ends each document, for token files of others that do not say."""
     val_tokens: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})
-    """Held-out token file to evaluate on; repeat it to evaluate on several."""
+    """Held-out token file to evaluate on; repeat it to evaluate on several. With --tokens and without this, what
+    --config names gives way to the held-out file beside those tokens (X.val.u16), or to none."""
     val_choices: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]FILE"})
     """Multiple-choice questions (JSON Lines) to answer by likelihood whenever val_tokens are evaluated; repeatable."""
     val_text: tuple[str, ...] = field(default=(), metadata={"metavar": "[NAME=]PATH"})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.benchmark import ops, rmsnorm
+from llmtrain.benchmark import ops, profile, rmsnorm, step, sweep
 from llmtrain.benchmark.config import (
     GemmShapesConfig,
     HeadShapesConfig,
@@ -17,8 +17,10 @@ from llmtrain.benchmark.config import (
     SwiGLUShapesConfig,
 )
 from llmtrain.benchmark.op import Case, judge, ulp_error
+from llmtrain.benchmark.tables import make_places
 from llmtrain.cli.bench_ops import COMMANDS
 from llmtrain.cli.main import run
+from llmtrain.cli.options import of_cpu
 from llmtrain.storage.errors import UsageError
 from llmtrain.training import devices
 
@@ -184,3 +186,72 @@ def test_a_case_that_cannot_be_compiled_ahead_is_left_to_the_process_that_measur
     script["PARTS"]["one"] = lambda device, quick: [Case("one", {}, rows)]
     script["compile_case"]("one", 0, True, "cpu")
     assert "one, case 0: not compiled ahead, MemoryError: no room" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["head", "--vocabulary", "1"], "vocabulary must be 2 or more, not 1"),
+        (["head", "--tokens", str(1 << 63)], "tokens must be below 2^63"),
+        (["gemm", "--tokens", str(1 << 63)], "tokens must be below 2^63"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_wrong_usage(capsys, arguments, says):
+    assert run(["bench", *arguments, *SHORT]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_smallest_head_is_timed(capsys):
+    assert run(["bench", "head", "--vocabulary", "2", "--tokens", "1", "--width", "8", *SHORT]) == 0
+
+
+@pytest.mark.parametrize(
+    "command", [*(f"bench {one.name}" for one in COMMANDS), "bench step", "bench profile", "sweep --config sweep-cpu"]
+)
+@pytest.mark.parametrize("taken", ["op.md", "data/op.json", "data"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys, command, taken
+):
+    for module, name in ((ops, "measure_op"), (step, "measure_step"), (profile, "profile_step"), (sweep, "run_sweep")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    if taken == "data":
+        (tmp_path / taken).write_text("a file where a folder has to be")
+    else:
+        (tmp_path / taken).mkdir()
+    assert run([*command.split(), "--device", "cpu", "--output", str(tmp_path / "op.md")]) == 73
+    error = capsys.readouterr().err
+    assert error.startswith("llmtrain: error:") and error.count("\n") == 1 and taken in error
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
+    (tmp_path / "op.md").write_text("before")
+    make_places(tmp_path / "op.md")
+    assert (tmp_path / "op.md").read_text() == "before" and not list((tmp_path / "data").iterdir())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["data", "op.md"]
+
+
+@pytest.mark.parametrize("op", ON_CPU)
+def test_the_page_of_a_cpu_tells_of_host_time_and_of_the_dtype(capsys, op):
+    assert run(["bench", op, *SHORT]) == 0
+    page = capsys.readouterr().out
+    assert "Milliseconds of host time" in page
+    for of_card in ("device time", "L2", "CUDA graph", "device copy", "`h`", "`e`"):
+        assert of_card not in page
+    assert f"Measured in {'bf16' if op in ('rmsnorm', 'swiglu') else 'fp32'}." in page
+
+
+def test_the_dtype_that_a_page_names_is_that_of_what_is_timed():
+    cpu = torch.device("cpu")
+    for command in COMMANDS:
+        shapes = command.callback.configs[1]
+        for case in getattr(ops, f"{command.name}_cases")(shapes(**of_cpu(shapes)), cpu):
+            for timed in case.rows(False):
+                first = next(iter(timed.arms.values())).build().inputs[0]
+                assert first.dtype == ops.dtype_of(case.op, cpu)
+
+
+def test_help_says_how_few_sessions_and_rounds_there_may_be(capsys):
+    assert run(["bench", "head", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "A single one needs 2 rounds or more." in said and "2 or more where there is a single session" in said

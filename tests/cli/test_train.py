@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llmtrain.cli.main import run as run_cli
+from llmtrain.cli.train import configuration
 from llmtrain.storage.lock import RunLock
 from llmtrain.training import checkpoint
 from tests.training.conftest import write_corpus
@@ -55,6 +56,41 @@ def test_a_token_file_that_cannot_be_trained_on(make, extra, code, says, here, c
     got, error = failure(capfd, "--tokens", "bad.u16", "--run-dir", "run", *extra, *SMALL)
     assert got == code and says in error and "bad.u16" in error
     assert not (here / "run").exists()
+
+
+@pytest.fixture
+def other(here: Path) -> Path:
+    """A configuration whose held-out file belongs to tokens that are not here."""
+    file = here / "other.toml"
+    file.write_text('[data]\ntokens = ["other.u16"]\nval_tokens = ["other.val.u16"]\n')
+    return file
+
+
+def held_out_of(given: dict[str, tuple[str, ...]], file: Path, resume: bool = False) -> tuple[str, ...]:
+    return configuration(given, file, resume).data.val_tokens
+
+
+def test_tokens_of_the_command_line_bring_their_own_held_out_file_and_not_the_configurations(here, other):
+    mine = {"tokens": ("data/corpus.u16",)}
+    assert held_out_of(mine, other) == held_out_of(mine, other, resume=True) == ()
+    write_corpus(here / "data/corpus.val.u16", 200)
+    write_corpus(here / "more.val.1-of-1.u16", 200)
+    assert held_out_of(mine, other) == ("corpus.val=data/corpus.val.u16",)
+    mixed = {"tokens": ("code=data/corpus.u16:0.7", "more.u16:3")}
+    assert held_out_of(mixed, other) == ("code.val=data/corpus.val.u16", "more.val=more.val.u16")
+    assert held_out_of({}, other) == ("other.val.u16",)
+    assert held_out_of(mine | {"val_tokens": ("x.u16",)}, other) == ("x.u16",)
+
+
+def test_a_run_on_tokens_of_which_nothing_is_held_out_trains_with_another_corpus_configuration(here, other):
+    arguments = ["--config", str(other), "--tokens", "data/corpus.u16", "--run-dir", "run", *SMALL]
+    assert run_cli(["train", *arguments]) == 0
+
+
+def test_a_held_out_file_that_is_not_there_says_what_writes_one_and_how_to_go_without(here, capfd):
+    code, error = failure(capfd, "--val-tokens", "data/corpus.val.u16", "--run-dir", "run", *SMALL)
+    assert code == 66 and "corpus.val.u16: no such file: nothing was held out of" in error
+    assert "--holdout" in error and "--document" in error and "without --val-tokens" in error
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_place(here, capfd):

@@ -138,6 +138,20 @@ def test_no_document_held_out_removes_what_an_earlier_run_held_out(here: Path, c
     assert "corpus.val.u16: not written, none of " in said and "raise --holdout" in said and "--document" in said
 
 
+def test_of_a_single_document_it_is_said_what_makes_many_and_not_to_hold_out_more(
+    here: Path, capsys: pytest.CaptureFixture[str]
+):
+    put(["only\nthis"])
+    tokenize(replace(CONFIG, holdout=1e-9))
+    said = capsys.readouterr().out
+    assert "none of 1 document fell" in said and "--document line" in said and "raise --holdout" not in said
+    with pytest.raises(BadData, match="its only document fell .*--document line"):
+        tokenize(replace(CONFIG, holdout=0.999999))
+    Path("one.txt").write_text("a line")
+    with pytest.raises(BadData, match="add documents, or give --holdout 0"):
+        tokenize(replace(CONFIG, inputs=("one.txt",), document="line", holdout=0.999999))
+
+
 def test_holding_out_nothing_leaves_another_files_names_alone(here: Path):
     put(TEXTS)
     Path("corpus.val.u16").write_text("mine")
@@ -222,8 +236,8 @@ def test_a_corpus_without_text_is_bad_data(here: Path, texts: list[str]):
 
 
 def test_a_corpus_that_is_all_held_out_is_bad_data(here: Path):
-    put(["only this"])
-    with pytest.raises(BadData, match="lower --holdout"):
+    put(["all", "these"])
+    with pytest.raises(BadData, match=r"all documents \(2\) .*lower --holdout"):
         tokenize(replace(CONFIG, holdout=0.999999))
     assert left() == []
 
