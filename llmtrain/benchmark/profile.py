@@ -26,7 +26,7 @@ PARTS = [
     ("routing", r"expert_(gather|combine)|_route|_places|sort|searchsorted|arange"),
     ("matmul", r"grouped|gemm|nvjet|xmma|cutlass|cublas|splitk|\bmm\b|addmm|bmm|matmul|linear"),
     ("optimizer", r"adam|multi_tensor|normtwoops|update_scalars"),
-    ("eight-bit casts", r"fp8_quantise"),
+    ("eight-bit casts", r"fp8_(quantise|round)"),
     ("rmsnorm backward", r"rms_?norm_?(backward|bwd)|partial_sums"),
     ("rmsnorm forward", r"rms_?norm"),
     ("swiglu backward", r"(swiglu|silu)_?(backward|bwd)"),

@@ -107,15 +107,18 @@ class JsonLines:
 
 
 def _lines(path: PathLike) -> Iterator[tuple[bytes, dict]]:
-    """Each line that is whole, its end included, and what it says."""
+    """Each line that is whole, its end included, and what it says. Ends at the first that is not: of a line that is
+    being written the rest would come as the next one, and neither half says anything."""
     try:
         with BufferedReader(open_file(path)) as file:
             for raw in file:
+                if not raw.endswith(b"\n"):
+                    return
                 try:
                     line = json.loads(raw)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(line, dict) and raw.endswith(b"\n"):
+                if isinstance(line, dict):
                     yield raw, line
     except OSError as error:
         raise read_error(error, path) from error

@@ -72,11 +72,16 @@ def _run_until_line(n: int, work: Callable[[], object]) -> None:
     sys.settrace(None)
 
 
-def python(code: str, *arguments: object) -> subprocess.Popen:
-    """A process that runs `code`; its stdout is a pipe of text."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+@contextmanager
+def python(code: str, *arguments: object) -> Iterator[subprocess.Popen]:
+    """A process that runs `code`; its stdout is a pipe of text. It is killed at the end of the block, however that is
+    left: who waits for one that writes for ever waits for ever."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import threading
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.storage import journal
 from llmtrain.storage.errors import CannotCreate, InputMissing, StorageFailure
 from llmtrain.storage.journal import JsonLines
 from tests.storage.processes import killed_at_each_line, python, small_disk
@@ -140,6 +142,25 @@ def test_a_reader_beside_a_writer_sees_whole_lines(tmp_path: Path):
             steps = [line["step"] for line in JsonLines.read(path)]
             assert steps == list(range(len(steps)))
         process.kill()
+
+
+def test_a_line_whose_end_is_written_while_it_is_read_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"st')
+
+    class Grows(io.FileIO):
+        """At its end, which it says it has reached, there is more."""
+
+        def readinto(self, buffer) -> int:
+            n = super().readinto(buffer)
+            if n == 0 and path.stat().st_size < 20:
+                with path.open("ab") as more:
+                    more.write(b'ep": 1}\n{"step": 2}\n')
+            return n
+
+    monkeypatch.setattr(journal, "open_file", lambda path: Grows(path))
+    assert [line["step"] for line in JsonLines.read(path)] == [0]
+    assert [line["step"] for line in JsonLines.read(path)] == [0, 1, 2]
 
 
 def test_threads_append_whole_lines(tmp_path: Path):
